@@ -203,17 +203,18 @@ def _collect_rarely() -> None:
 
     Looking through it takes an eighth of a short command.
     """
-    usual, known = gc.get_threshold(), 0
+    usual, rare, known = gc.get_threshold(), 50_000, 0
 
     def after(phase: str, _: dict[str, int]) -> None:
         nonlocal known
         if phase == "stop":
             if len(sys.modules) == known:
-                gc.set_threshold(*usual)
+                if gc.get_threshold()[0] == rare:  # a module of the user may have set another
+                    gc.set_threshold(*usual)
                 gc.callbacks.remove(after)
             known = len(sys.modules)
 
-    gc.set_threshold(50_000, 100, 100)
+    gc.set_threshold(rare, 100, 100)
     gc.callbacks.append(after)
 
 
