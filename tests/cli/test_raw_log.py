@@ -111,6 +111,7 @@ def test_rows_without_label_do_not_stop_a_log_whose_draft_names_them(folder: Pat
     assert call("init", "gaps.csv").exit_code == 0
     assert "20 of 400 lines are bad (5.000%)" in refused("prepare", "schema.toml", "gaps.csv", "--out", "own")
     assert call("prepare", "schema.toml", "gaps.csv", "--out", "own", "--max-bad", "6%").exit_code == 0
+    assert call("prepare", "auto", "gaps.csv", "--out", "common", "--min-count", "2").exit_code == 0
     # Other bad lines count as ever.
     log[360:] = [f"{line},x" for line in log[360:]]
     Path("worse.csv").write_text("\n".join([f"{HEADER},clicked", *log]) + "\n")
@@ -120,6 +121,20 @@ def test_rows_without_label_do_not_stop_a_log_whose_draft_names_them(folder: Pat
     said = refused("predict", "run", "--data", "worse.csv", "--out", "scores.csv")
     assert "allow more with stoker prepare --like" in said
     assert "worse.csv --out NEW --max-bad, such as 11%" in said
+
+
+@pytest.mark.slow
+def test_rows_without_label_and_rows_without_time_are_allowed_together(folder: Path) -> None:
+    log = [f"{',' + line.split(',', 1)[1] if i < 56 else line},{'' if i >= 340 else i * 7 % 3 // 2}"
+           for i, line in enumerate(lines(0, 400))]  # fmt: skip
+    Path("gaps.csv").write_text("\n".join([f"{HEADER},clicked", *log]) + "\n")
+    assert call("init", "gaps.csv").exit_code == 0
+    draft = Path("schema.toml").read_text()
+    for said in ("15.0% of the rows have no label", "14.0% of the rows have no time"):
+        assert f"{said}: they are bad lines, set aside; with a schema file add --max-bad 30%" in draft
+    # 29 % of the lines are bad, and 0.29 * 400 is less than 116.
+    assert call("prepare", "schema.toml", "gaps.csv", "--out", "own", "--max-bad", "29%").exit_code == 0
+    assert "bad" in refused("prepare", "schema.toml", "gaps.csv", "--out", "less", "--max-bad", "28.9%")
 
 
 @pytest.mark.slow

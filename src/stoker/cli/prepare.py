@@ -329,6 +329,7 @@ def _changed(
         return recipe, preset
     from dataclasses import replace
 
+    from stoker.prep.draft import Draft, schema_toml
     from stoker.prep.prepare import load_recipe
 
     found, schema = load_recipe(recipe, preset)
@@ -339,6 +340,8 @@ def _changed(
         return tuple(c if c.hash_buckets or not min_count else replace(c, min_count=min_count) for c in columns)
 
     schema = replace(schema, categorical=changed(schema.categorical), sequence=changed(schema.sequence))
+    if isinstance(recipe, Draft):  # it knows how many rows are bad
+        return replace(recipe, text=schema_toml(schema)), None
     return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None
 
 

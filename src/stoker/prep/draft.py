@@ -168,6 +168,7 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
         stem, names = files[0].name.split(".")[0] or "log", " ".join(shlex.quote(str(one)) for one in given)
         usual = f"stoker prepare schema.toml {names} --out data"
     height = sample.frame.height
+    lacking = sum(one.missing for one in (label, time) if one)
     head = [
         f"Draft of a schema from {plural(height, 'row')} of {names}{'' if sample.whole else ', not all of its rows'}.",
         "Comments that begin with `unsure:` want your answer; docs/prepare.md describes every key. Then:",
@@ -188,8 +189,8 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
         [*map(_comment, head)],
         [f"name = {toml_value(stem)}", *_group(columns)],
         _source(sample),
-        _label(label, columns),
-        _timestamp(time),
+        _label(label, columns, lacking),
+        _timestamp(time, lacking),
         _split(columns, label, time),
         *_columns(features, height),
         _left_out([column for column in columns if column is not label and column.kind == "left out"]),
@@ -199,7 +200,7 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
     name = label.name if label else None
     return Draft(
         text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure, known=known,
-        lacking=sum(one.missing for one in (label, time) if one),
+        lacking=lacking,
     )  # fmt: skip
 
 
@@ -278,7 +279,7 @@ def _printable(text: str) -> str:
     return _comment(toml_value(text))[2:]
 
 
-def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
+def _label(label: Guess | None, columns: Sequence[Guess], lacking: float) -> list[str]:
     others = [one for one in columns if one is not label and one.kind != "left out"]
     two = [_printable(one.name) for one in others if one.distinct == 2]
     candidates = [_comment(f"columns with two values: {', '.join(two[:20])}")] if two else []
@@ -297,14 +298,14 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
         said = f"Or is it {names}? Choose with column in [label] of the schema, which stoker init writes"
         doubts, more = [f"{found.doubt}. {said}"], []
     if label.missing:
-        doubts.append(_lacking("label", label.missing))
+        doubts.append(_lacking("label", label.missing, lacking))
     said = f"{plural(label.distinct, 'value')}, such as {label.example!r}"
     values = {"column": label.name, **({"rule": found.rule} if found.rule else {})}
     return [*_table("[label]", [said], doubts, {}), *more, *_lines(values)]
 
 
-def _lacking(what: str, share: float) -> str:
-    allow = f"; with a schema file add --max-bad {int(100 * share) + 1}%" if share >= DEFAULT_BAD else ""
+def _lacking(what: str, share: float, both: float) -> str:
+    allow = f"; with a schema file add --max-bad {min(100, int(100 * both) + 1)}%" if both >= DEFAULT_BAD else ""
     return f"{share:.1%} of the rows have no {what}: they are bad lines, set aside{allow}"
 
 
@@ -322,10 +323,10 @@ def _negatives(columns: Sequence[Guess]) -> list[str]:
     ]  # fmt: skip
 
 
-def _timestamp(time: Guess | None) -> list[str]:
+def _timestamp(time: Guess | None, lacking: float) -> list[str]:
     if time is None:
         return []
-    missing = [_lacking("time", time.missing)] if time.missing else []
+    missing = [_lacking("time", time.missing, lacking)] if time.missing else []
     settings = {key: value for key, value in time.settings.items() if value != "int"}
     said = [*time.notes, f"such as {time.example!r}"]
     return _table("[timestamp]", said, [*time.doubts, *missing], {"column": time.name, **settings})

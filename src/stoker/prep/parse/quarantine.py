@@ -210,7 +210,7 @@ class BadLineLimit:
     def check(self) -> None:
         """Raise :class:`DataError` if more than the allowed share of lines is bad."""
         share, by_default = (self.usual, " by default") if self.share is None else (self.share, "")
-        if self.bad <= share * self.lines or (by_default and self.bad < _FEW):
+        if self.bad / max(self.lines, 1) <= share or (by_default and self.bad < _FEW):
             return
         labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
         raise DataError(
