@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
@@ -94,6 +95,7 @@ def adam(**given: Any) -> Callable[[], Any]:
         (lambda: stoker.Cached(slots=4, writes="both"), "writes 'both' is unknown: choose 'append' or 'in-place'"),
         (lambda: stoker.Grow(evict="fifo"), "evict 'fifo' is unknown: choose 'lru' or 'lfu'"),
         (lambda: stoker.Feature(name="a", table="t", max_length=-1), "max_length is -1"),
+        (lambda: stoker.TableConfig(**TABLE | {"num_embeddings": 1e300}), r"at least 1, and less than 2\*\*63"),
         (lambda: stoker.TrainConfig(strategy=3), "strategy must be 'auto'"),
         (lambda: stoker.TrainConfig(seed=None), "seed must be a whole number"),
         (lambda: stoker.TrainConfig(model_options=None), "model_options must be an object"),
@@ -166,6 +168,17 @@ def test_whole_floats_are_taken_everywhere() -> None:
     assert stoker.TrainConfig(lookahead=2.0).lookahead == 2
     for size in (64.0, np.int64(64)):
         assert stoker.TrainConfig(batch_size=size).to_dict() == stoker.TrainConfig(batch_size=64).to_dict()
+
+
+def test_options_are_what_their_json_is() -> None:
+    given = {
+        "model_options": {"layers": (1, (np.int64(2), 3)), "dims": {"a": torch.tensor(4)}},
+        "tt_own": [("a", np.int64(1))], "row_cow_clip": np.array([1, 1e-5]),
+    }  # fmt: skip
+    made = stoker.TrainConfig(**given)
+    assert made.to_dict()["model_options"] == {"layers": [1, [2, 3]], "dims": {"a": 4}}
+    assert (made.tt_own, made.row_cow_clip) == ({"a": 1}, (1.0, 1e-5))
+    assert stoker.TrainConfig.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
 def test_names_can_be_any_ordered_collection() -> None:

@@ -342,10 +342,10 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         check_types(self, f"table {self.name!r}")
-        if min(self.num_embeddings, self.embedding_dim) < 1:
+        if not 1 <= min(sizes := (self.num_embeddings, self.embedding_dim)) <= max(sizes) < 2**63:
             raise ConfigError(
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
-                "both must be at least 1."
+                "both must be at least 1, and less than 2**63."
             )
         check_not_negative(f"table {self.name!r}", init_scale=self.init_scale)
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:

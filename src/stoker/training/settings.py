@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from stoker.base.checks import typed
 from stoker.base.settings import Settings, Useless, like, setting
 from stoker.base.units import parse_size
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
@@ -25,9 +27,11 @@ BASELINE_ROWS = 500_000  # most training rows to fit on; more change the weights
 DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as JSON reads them: a list for a tuple."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+def plain(value: Any) -> Any:
+    """Return an option as JSON reads it: lists for tuples, and Python's numbers for those of NumPy."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    return [*map(plain, value)] if isinstance(value, list | tuple) else typed(value, None)
 
 
 def _by_kind(rates: Mapping[str, float]) -> str:
@@ -67,9 +71,11 @@ class ModelConfig(Settings, panel="Model"):
     )
 
     def __post_init__(self) -> None:
+        with suppress(TypeError, ValueError):  # pairs are taken, too
+            self._set("tt_own", dict(self.tt_own))
         super().__post_init__()
         self._set("model_options", plain(self.model_options))
-        self._set("tt_own", dict(self.tt_own))
+        self._set("tt_own", plain(self.tt_own))
 
     def useless(self) -> Useless:
         yield from super().useless()
@@ -155,9 +161,9 @@ class RowConfig(Settings, panel="Optimization"):
     row_cow_clip: tuple[float, float] | None = setting(None, "CowClip for row gradients, as r,zeta: 1,1e-5.")
 
     def __post_init__(self) -> None:
+        with suppress(TypeError):  # an array is taken, too
+            self._set("row_cow_clip", tuple(vars(self)["row_cow_clip"]))
         super().__post_init__()
-        if self.row_cow_clip is not None:
-            self._set("row_cow_clip", tuple(self.row_cow_clip))
         self._set("row_options", plain(self.row_options))
 
     def useless(self) -> Useless:
