@@ -222,14 +222,9 @@ def prepare(
 
 
 def _prepare(
-    chosen: Draft | str | Recipe | Schema | None,
-    files: list[str],
-    out: Path,
-    *,
-    quiet: bool,
-    again: str = "",
+    chosen: Draft | str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, again: str = "",
     **given: Any,
-) -> PrepareReport:
+) -> PrepareReport:  # fmt: skip
     """Prepare with a bar for each stage; ``again``: arguments for ``stoker prepare``, if this is another command."""
     from stoker.prep.inputs import files_of
     from stoker.prep.prepare import run_prepare

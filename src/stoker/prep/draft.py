@@ -197,10 +197,9 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
     ]
     text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
     unsure = sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines())
-    name = label.name if label else None
     return Draft(
-        text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure, known=known,
-        lacking=lacking,
+        text=text, columns=columns, label=label.name if label else None, features=len(features), rows=height,
+        unsure=unsure, lacking=lacking, known=known,
     )  # fmt: skip
 
 

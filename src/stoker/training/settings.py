@@ -72,10 +72,9 @@ class ModelConfig(Settings, panel="Model"):
 
     def __post_init__(self) -> None:
         with suppress(TypeError, ValueError):  # pairs are taken, too
-            self._set("tt_own", dict(self.tt_own))
+            self._set("tt_own", plain(dict(self.tt_own)))
         super().__post_init__()
         self._set("model_options", plain(self.model_options))
-        self._set("tt_own", plain(self.tt_own))
 
     def useless(self) -> Useless:
         yield from super().useless()
