@@ -319,7 +319,7 @@ def test_ranks_with_other_test_rows_or_other_bits_of_products_are_refused(
         if products:
             monkeypatch.setattr(start, "bits_of_products", itertools.count().__next__)
         for said in on_threads(2, work):
-            assert said.startswith("the checksum of some matrix products is" if products else "the dataset is"), said
+            assert said.startswith("the checksum of matrix products is" if products else "the dataset is"), said
     assert not (tmp_path / "run").exists()
 
 

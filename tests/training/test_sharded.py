@@ -424,9 +424,7 @@ def test_ranks_with_other_models_are_refused() -> None:
         ("products", "computes in another way"),
     ],
 )  # fmt: skip
-def test_ranks_that_differ_in_their_own_loop_are_refused(
-    what: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would train without an error, and no number would be that of one process."""
     spec = stoker.FeatureSpec.from_sizes(1, [9])
     if what == "products":

@@ -72,7 +72,7 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
         "the version of Stoker": __version__,
         "the version of PyTorch": torch.__version__,
         "the kind of processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "the checksum of some matrix products": bits_of_products(),
+        "the checksum of matrix products": bits_of_products(),
     })  # fmt: skip
 
 
