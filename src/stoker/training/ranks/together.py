@@ -83,8 +83,8 @@ def compute_part(
 def bits_of_products() -> int:
     """Return a checksum of products: one kind of processor may have other bits by its maker or MKL_CBWR."""
     random = torch.Generator().manual_seed(0)
-    with one_thread():
-        x, y = torch.randn(2, 256, 100, generator=random)
+    with one_thread(), torch.autocast("cpu", enabled=False):
+        x, y = torch.randn(2, 256, 100, generator=random, dtype=torch.float32, device="cpu")
         return checksum([x @ y.T, x.T @ y, x.bfloat16() @ y.bfloat16().T, x.sigmoid(), functional.softplus(x)])
 
 
