@@ -29,15 +29,15 @@ LINES = {
     "tables": 13_381,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_099,
+    "training": 11_113,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
-    "cli": 3_484,
+    "cli": 3_485,
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_427
+ALL_LINES = 66_442
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

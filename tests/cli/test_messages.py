@@ -150,7 +150,11 @@ def test_ctrl_c_is_one_line(run: Path, say: Any, monkeypatch: pytest.MonkeyPatch
     before = signal.getsignal(signal.SIGINT)
     for kind, words in kinds.items():
         monkeypatch.setattr("stoker.training.scores.evaluation.evaluate", stopping(kind))
-        assert say("evaluate", run) == (130, "", words), kind
+        for rank in "", "0", "1":  # alone, and as the first or another rank of torchrun: one of these says it
+            with monkeypatch.context() as patch:
+                for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items() if rank else ():
+                    patch.setenv(name, value)
+                assert say("evaluate", run) == (130, "", words if rank != "1" else ""), (kind, rank)
         assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -44,6 +44,7 @@ def test_two_ranks_write_the_checkpoints_of_one_process_and_speak_once(
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["kind"] for line in lines].count("result") == 1
     assert len(lines) == len({json.dumps(line) for line in lines}), "each line comes once"
+    assert done.stderr.count("compiled ") <= 1, done.stderr
     again = started("train", data.path, "--out", tmp_path / "two", *more, *TYPED, by=by)
     assert again.returncode != 0
     assert again.stderr.count("exists and is not empty") == 1, again.stderr

@@ -28,7 +28,7 @@ from stoker.training import ends
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import place_run
-from stoker.training.ranks import sharded, together
+from stoker.training.ranks import sharded, start, together
 from stoker.training.ranks.start import check_settings
 from stoker.training.ranks.together import compute_part
 from stoker.training.report import analysis
@@ -299,6 +299,27 @@ def test_what_does_not_go_is_refused_by_name_on_every_rank(
 
     for said in on_threads(3, work):
         assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_test_rows_or_other_bits_of_products_are_refused(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of training would not tell: they are the same, and a rank trusts the products of another."""
+
+    def work(ranks: Ranks) -> str:
+        own = Dataset(data.path)
+        if ranks.rank == 1 and not products:
+            own.manifest["splits"]["test"]["shards"][0]["sha256"] = "of other rows"
+        with pytest.raises(ConfigError) as caught:
+            stoker.train(own, out=tmp_path / "run", ranks=ranks, **{**settings_of("dlrm", 3), "threads": 1})
+        return str(caught.value)
+
+    for products in (False, True):
+        if products:
+            monkeypatch.setattr(start, "bits_of_products", itertools.count().__next__)
+        for said in on_threads(2, work):
+            assert said.startswith("the checksum of matrix products is" if products else "the dataset is"), said
     assert not (tmp_path / "run").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
@@ -30,6 +31,7 @@ from stoker.tables import Ranks, RanksError
 from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
+from stoker.training.ranks import sharded
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
 from stoker.training.ranks.sums import Alike, StepSums, Sums, add_over_ranks
 
@@ -419,11 +421,14 @@ def test_ranks_with_other_models_are_refused() -> None:
         ("seed", "has other parameters in its dense part"), ("data", "has another batch than rank 0: other"),
         ("order", "has another batch than rank 0, by its step"), ("schedule", "has other parameters"),
         ("eval", "computes in another way"), ("autocast", "computes in another way"),
+        ("products", "computes in another way"),
     ],
 )  # fmt: skip
-def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -> None:
+def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would train without an error, and no number would be that of one process."""
     spec = stoker.FeatureSpec.from_sizes(1, [9])
+    if what == "products":
+        monkeypatch.setattr(sharded, "bits_of_products", itertools.count().__next__)
 
     def work(ranks: Ranks) -> str:
         other = ranks.rank == 1

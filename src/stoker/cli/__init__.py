@@ -180,12 +180,13 @@ def main(arguments: list[str] | None = None) -> None:
     computes = COMMANDS.get("".join(arguments[:1]), ("",))[0].endswith((".train", ".runs", ".live"))
     if computes and not {"-h", "--help"} & set(arguments):
         _yield_cores()
-    with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
+    told = listening(lambda line: say(line, "dim", error=True) if ranks.speaks() else None)
+    with _noting_interrupts() as interrupts, _plain_warnings(), told:
         try:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
             stop = interruption(error)
-            speaks = ranks.speaks(error)
+            speaks = ranks.speaks(KeyboardInterrupt() if interrupts else stop or error)
             if stop or interrupts:
                 if speaks:
                     say(str(stop or "") or "interrupted", "yellow", error=True)

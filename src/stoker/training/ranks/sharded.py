@@ -34,7 +34,7 @@ from stoker.tables.ranks.share import Share, share_of, whole_of
 from stoker.tables.ranks.transport import checksum
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sums import Alike, Sums, add_over_ranks, moves_of_ranks
-from stoker.training.ranks.together import Compute, Together, compute_part
+from stoker.training.ranks.together import Compute, Together, bits_of_products, compute_part
 
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
 _arena = Arena()
@@ -348,7 +348,8 @@ class ShardedLoss:
         self._steps += 1
         kind = self.model.device.type
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        modes = cast, torch.get_float32_matmul_precision(), [each.training for each in self.model.modules()]
+        precision, training = torch.get_float32_matmul_precision(), [each.training for each in self.model.modules()]
+        modes = cast, precision, training, bits_of_products()
         ways = zlib.crc32(repr(modes).encode())
         if self._steps & (self._steps - 1):
             return Alike(batch.step, 0, 0, ways)

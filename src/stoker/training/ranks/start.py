@@ -18,6 +18,7 @@ from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
 from stoker.tables.ranks.transport import Ranks
 from stoker.training.config import TrainConfig
+from stoker.training.ranks.together import bits_of_products
 
 SHARDS = 8  # of a run on ranks, at least
 #: Settings that ranks need not share: no number depends on them, and no message between ranks.
@@ -67,10 +68,11 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
     check_settings(config, data, ranks.size)
     _check_same(ranks, {
         **{f"setting {name}": value for name, value in config.to_dict().items() if name not in _OWN},
-        "the dataset": hash_json(data.manifest.get("files", {})),
+        "the dataset": hash_json([data.manifest.get(name) for name in ("features", "schema_hash", "files", "splits")]),
         "the version of Stoker": __version__,
         "the version of PyTorch": torch.__version__,
         "the kind of processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "the checksum of matrix products": bits_of_products(),
     })  # fmt: skip
 
 
@@ -114,5 +116,5 @@ def _check_same(ranks: Ranks, own: Mapping[str, Any]) -> None:
         if differ := [name for name, value in first.items() if found[name] != value]:
             raise ConfigError(
                 f"{differ[0]} is {first[differ[0]]!r} on rank 0, but {found[differ[0]]!r} on rank {rank}. Start all "
-                "ranks with the same command, versions, data and kind of machine."
+                "ranks with the same command, versions, data, kind of machine and environment (MKL_*, ONEDNN_*)."
             )

@@ -37,7 +37,7 @@ _DIFFERENT = {
     "torch.manual_seed(0) before the model is made or the same checkpoint, and let the optimizers of all do the same: "
     "the same settings, schedule and steps.",
     "modes": "computes in another way than rank 0: model.train() or eval(), torch.autocast, or "
-    "torch.set_float32_matmul_precision. Set them alike on all ranks.",
+    "torch.set_float32_matmul_precision, the processor, or MKL_CBWR. Set them alike on all ranks.",
 }
 
 

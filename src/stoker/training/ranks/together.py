@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from stoker.models import RecModel
 from stoker.ops.by_shard import Apart, Known, Moved, recorded, sums_by_shard, together
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.tree import Node, Shards, nodes_of, tree_sum
+from stoker.tables.ranks.transport import checksum
 from stoker.tables.shards import one_thread
 
 _ALIGNED = 32  # examples of a shard: slices of tensors begin where whole ones do, and elementwise operations alike
@@ -75,6 +77,15 @@ def compute_part(
         slopes = torch.sigmoid(x).sub_(labels).div_(count)
         found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
     return ThreadResult(moved, loss, found[: len(wanted)], found[len(wanted) :])
+
+
+@cache
+def bits_of_products() -> int:
+    """Return a checksum of products: one kind of processor may have other bits by its maker or MKL_CBWR."""
+    random = torch.Generator().manual_seed(0)
+    with one_thread(), torch.autocast("cpu", enabled=False):
+        x, y = torch.randn(2, 256, 100, generator=random, dtype=torch.float32, device="cpu")
+        return checksum([x @ y.T, x.T @ y, x.bfloat16() @ y.bfloat16().T, x.sigmoid(), functional.softplus(x)])
 
 
 class Together:
