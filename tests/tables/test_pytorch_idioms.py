@@ -471,7 +471,7 @@ def test_what_a_subclass_adds_is_saved(tmp_path: Path) -> None:
 def test_an_unknown_table_is_named() -> None:
     with pytest.raises(stoker.ConfigError, match="'u' is not a table; there are t"):
         made().rows("u")
-    with pytest.raises(stoker.ConfigError, match="table 't': num_embeddings must be a whole number, found 3.5"):
+    with pytest.raises(stoker.ConfigError, match=r"table 't': num_embeddings must be a whole number, found 3\.5"):
         TableConfig(name="t", num_embeddings=3.5, embedding_dim=4)  # type: ignore[arg-type]
 
 
