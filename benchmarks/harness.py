@@ -284,9 +284,12 @@ def _git(*arguments: str) -> str | None:
 def provenance() -> dict[str, Any]:
     """When, from which sources and by which command a result is made.
 
-    ``commit`` is None outside a Git checkout; ``dirty`` says whether tracked files differ from it.
+    ``commit`` is None outside a Git checkout; ``dirty`` says whether tracked files differ from it. The command lacks
+    ``--out``, a folder of this machine.
     """
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    given = iter(sys.argv[1:])
+    kept = [each for each in given if not (each.startswith("--out=") or (each == "--out" and [next(given, None)]))]
+    command = [Path(sys.argv[0]).name, *kept]
     if command[0] == "__main__.py":
         command[:1] = ["python", "-m", "benchmarks"]
     changed = _git("status", "--porcelain", "--untracked-files=no")

@@ -37,6 +37,7 @@ from benchmarks.harness import (
     judge,
     known_short,
     latest,
+    provenance,
     write_results,
 )
 from benchmarks.peers.placed_tools import RankIds, drop_steps, filled_ids, load_trace
@@ -638,3 +639,11 @@ def test_losses_must_be_equal_to_the_bit() -> None:
         check_same_losses("ours", np.array([0.5, np.nextafter(0.25, 1)]), first)
     with pytest.raises(WrongResult, match="finite"):
         check_same_losses("ours", np.array([0.5, np.nan]), np.array([0.5, np.nan]))
+
+
+@pytest.mark.parametrize("out", [["--out", "/a folder/b"], ["--out=/a folder/b"], ["--out", "/b"]])
+def test_the_command_of_a_result_names_no_folder_of_this_machine(
+    out: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/__main__.py", "ranks", *out, "--quick"])
+    assert provenance()["command"] == "python -m benchmarks ranks --quick"
