@@ -103,6 +103,8 @@ def test_row_optimizers_of_one_kind_are_refused(folder: Path) -> None:
         register_row_optimizer(Fresh)
     with pytest.raises(ConfigError, match=r"row_optimizer 'adma' is unknown. Choose one of 'sgd'"):
         stoker.TrainConfig(row_optimizer="adma")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"row_optimizer None is unknown. Choose one of 'sgd'"):
+        stoker.TrainConfig(row_optimizer=None)  # type: ignore[arg-type]
 
 
 MODEL = '''

@@ -22,11 +22,11 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_387,
-    "ops": 7_140,
+    "base": 2_388,
+    "ops": 7_147,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_381,
+    "tables": 13_402,
     "models": 1_960,
     "placement": 2_770,
     "training": 11_113,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_442
+ALL_LINES = 66_481
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

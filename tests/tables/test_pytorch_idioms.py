@@ -1367,7 +1367,7 @@ def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
         optimizer.zero_grad()
         head(tables(ids).flatten(1)).sum().backward()
         optimizer.step()
-    assert len(tables._steps._accumulation._watched[optimizer]) == 1
+    assert len(tables._steps._accumulation.followed(optimizer).watched or {}) == 1
 
 
 def test_a_loop_in_step_is_watched_at_one_parameter_and_other_models_at_none() -> None:
@@ -1380,9 +1380,9 @@ def test_a_loop_in_step_is_watched_at_one_parameter_and_other_models_at_none() -
     for _ in range(3):
         other(torch.ones(2)).sum().backward()
         beside.step()
-    watched = tables._steps._accumulation._watched
-    assert [*watched[optimizer]] == [head[0].bias]
-    assert not watched.get(beside)
+    followed = tables._steps._accumulation.followed
+    assert list(followed(optimizer).watched or {}) == [head[0].bias]
+    assert not followed(beside).watched
 
 
 def test_threads_that_share_a_model_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,8 +228,7 @@ class Parts(tuple[Part, ...]):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(NamedTuple):
     """Keys of the random bits for bfloat16 rows in one update, one a table: results do not depend on grouping."""
 
     keys: tuple[int, ...]  # [T] signed 64-bit

@@ -12,34 +12,51 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 T = TypeVar("T")
-_lock = threading.Lock()
+V = TypeVar("V")
 
 
-class Shared(weakref.WeakSet[T]):
-    """A set that threads may change while another goes through it."""
+class Weak(Generic[T, V]):
+    """A value for each of some objects, as long as these live. Threads may change it while another goes through it.
 
-    def add(self, item: T) -> None:
-        """Add an item."""
-        with _lock:
-            super().add(item)
+    Those of ``weakref`` are slower, and each step goes through several.
+    """
 
-    def __iter__(self) -> Iterator[T]:
-        with _lock:
-            return iter(list(super().__iter__()))
+    def __init__(self) -> None:
+        self._values: dict[weakref.ref[T], V] = {}
+
+    def setdefault(self, key: T, value: V) -> V:
+        """Return the value of an object, which is ``value`` if it had none."""
+        own = weakref.ref(self)  # in a cycle with itself, hooks would not be removed from parameters
+
+        def drop(gone: weakref.ref[T]) -> None:
+            if (found := own()) is not None:
+                found._values.pop(gone, None)
+
+        return self._values.setdefault(weakref.ref(key, drop), value)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: T) -> V | None:
+        """Return the value of an object, or None."""
+        return self._values.get(weakref.ref(key))
+
+    def items(self) -> Iterator[tuple[T, V]]:
+        """Yield all, as they are now."""
+        return ((key, value) for ref, value in self._values.copy().items() if (key := ref()) is not None)
 
 
-optimizers: Shared[torch.optim.Optimizer] = Shared()  # those of dense parameters that are known
+optimizers: Weak[torch.optim.Optimizer, None] = Weak()  # those of dense parameters that are known
 #: references to classes of optimizers when these were last looked for, and how many were known
 _known: tuple[tuple[int, ...], int] = (), -1
 _arrivals = itertools.count()
@@ -76,40 +93,50 @@ def _note_arrival(watched: weakref.ref[_Sum], _: Tensor) -> None:
         found.arrived, found.number = torch._C._current_graph_task_id(), next(_arrivals)
 
 
+class _Partner:
+    """What is known of an optimizer."""
+
+    def __init__(self) -> None:
+        self.own = False  # whether backwards of the rows reach it
+        self.near = False  # whether it steps in their thread
+        self.stepped = -1  # steps of the rows when it last stepped
+        self.watched: dict[Tensor, _Sum] | None = None
+
+
 class Accumulation:
     """Follow the gradients of dense parameters through the steps of the rows and of optimizers."""
 
     def __init__(self) -> None:
         self.steps = 0  # of the rows
         self.handle: Tensor | None = None  # which is no dense parameter
-        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that backwards of the rows reach
-        self.near: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that step in their thread
-        #: steps of the rows when each optimizer last stepped
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._latest = 0  # those when an optimizer last stepped
+        self._followed: Weak[torch.optim.Optimizer, _Partner] = Weak()
+        self._latest = 0  # steps of the rows when an optimizer last stepped
         self._settled = -1  # those after which all known optimizers have stepped
         self._resumes = 0  # those from which on gradients are watched
-        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, _Sum]]
-        self._watched = weakref.WeakKeyDictionary()
+
+    def followed(self, optimizer: torch.optim.Optimizer) -> _Partner:
+        """Return what is known of an optimizer."""
+        return self._followed.get(optimizer) or self._followed.setdefault(optimizer, _Partner())
 
     def before_forward(self) -> None:
         """Watch all parameters of optimizers that have not stepped since the rows did."""
         if self.steps == self._settled or self.steps < self._resumes:
             return
-        for optimizer in list(self.own):
-            if self._stepped.get(optimizer, -1) < self.steps:
+        for optimizer, known in self._followed.items():
+            if known.own and known.stepped < self.steps:
                 self._watch_all(optimizer, int(self.steps > 0))
 
     def _watch_all(self, optimizer: torch.optim.Optimizer, steps: int) -> list[_Sum]:
         """Return those that were not watched before. ``steps``: what a gradient adds up if none is known."""
-        watched = self._watched.setdefault(optimizer, {})
+        known = self.followed(optimizer)
+        watched = known.watched = known.watched or {}
         new = [p for p in parameters_of(optimizer) if p not in watched and p.requires_grad and p is not self.handle]
         if not new:
             return []
         for each in watched.values():
             each.look()
-        known = [(each.steps, each.used) for each in watched.values()]  # all are cleared together
-        steps, used = max(known, default=(steps, False))
+        sums = [(each.steps, each.used) for each in watched.values()]  # all are cleared together
+        steps, used = max(sums, default=(steps, False))
         for p in new:
             watched[p] = _Sum(p, steps, used) if steps and _any(p.grad) else _Sum(p, 0, False)
         return [watched[p] for p in new]
@@ -120,27 +147,26 @@ class Accumulation:
             return
         if self.steps - self._latest < 3:  # not in each step of rows that train alone
             _find_optimizers()
-        for optimizer in optimizers:
-            if optimizer not in self.own and any(map(_was_reached, parameters_of(optimizer))):
-                self.own.add(optimizer)
-                self._watched[optimizer] = self._watched.get(optimizer, {}) if optimizer in self.near else {}
-            watched = self._watched.get(optimizer) if optimizer in self.own or optimizer in self.near else None
-            if watched is not None:
-                reached = [each for each in watched.values() if each.arrived >= task]
+        for optimizer, _ in optimizers.items():
+            known = self.followed(optimizer)
+            if not known.own and any(map(_was_reached, parameters_of(optimizer))):
+                known.own, known.watched = True, known.watched if known.near and known.watched else {}
+            if known.watched is not None and (known.own or known.near):
+                reached = [each for each in known.watched.values() if each.arrived >= task]
                 for each in reached or [each for each in self._watch_all(optimizer, 0) if _was_reached(each.parameter)]:
                     each.reached = True
 
     def step_rows(self) -> None:
         """Count a step of the rows with all backwards since their last."""
         self.steps += 1
-        for watched in list(self._watched.values()):
-            for each in watched.values():
+        for _, known in self._followed.items():
+            for each in (known.watched or {}).values():
                 each.steps += each.reached
                 each.took_part, each.reached = each.reached, False
 
     def of(self, optimizer: torch.optim.Optimizer) -> tuple[int, bool]:
         """Return how many steps of the rows its gradients add up, and whether it has stepped with some of them."""
-        watched = self._watched.get(optimizer, {}).values()
+        watched = (self.followed(optimizer).watched or {}).values()
         for each in watched:
             if each.steps > 1:
                 each.look()
@@ -148,14 +174,14 @@ class Accumulation:
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer; watch one of the parameters that took part in the last step of the rows."""
-        self.near.add(optimizer)
-        alone = self._stepped.get(optimizer) == self.steps  # the rows have not stepped since its last step
-        self._stepped[optimizer] = self._latest = self.steps
-        if all(self._stepped.get(each) == self.steps for each in optimizers):
+        known = self.followed(optimizer)
+        alone, known.near = known.stepped == self.steps, True  # alone: the rows have not stepped since its last step
+        known.stepped = self._latest = self.steps
+        if all(self.followed(each).stepped == self.steps for each, _ in optimizers.items()):
             self._settled = self.steps
         if self.steps < self._resumes:
             return
-        watched = self._watched.get(optimizer, {})
+        watched = known.watched or {}
         if took_part := [(p.dim() < 2, each.number, p) for p, each in watched.items() if each.took_part]:
             kept = max(took_part, key=lambda each: each[:2])[2]  # small, and near the rows
             for p in [p for p in watched if p is not kept]:
@@ -164,15 +190,15 @@ class Accumulation:
             watched.clear()
         elif not watched:
             self._watch_all(optimizer, int(self.steps > 0))
-        for each in self._watched.get(optimizer, {}).values():
+        for each in (known.watched or {}).values():
             each.used = each.steps > 0
 
     def forget(self, pause: int = 0) -> None:
         """Count the gradients that are there for none of the next steps, and watch none for ``pause`` steps."""
-        self._stepped.update(dict.fromkeys(optimizers, self.steps))
         self._settled, self._resumes = self.steps, max(self._resumes, self.steps + pause)
-        self._watched.clear()
-        self.own, self.near = weakref.WeakSet(), weakref.WeakSet()  # another thread may train the rows
+        self._followed = Weak()  # another thread may train the rows
+        for optimizer, _ in optimizers.items():
+            self.followed(optimizer).stepped = self.steps
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -204,5 +230,7 @@ def _find_optimizers() -> None:
     references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
     if (references, len(optimizers)) != _known:  # one may have replaced another
         found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
-        optimizers.update(each for each in found if "param_groups" in vars(each) and not hasattr(each, "_row_steps"))
+        for each in found:
+            if "param_groups" in vars(each) and not hasattr(each, "_row_steps"):
+                optimizers.setdefault(each, None)
         _known = references, len(optimizers)

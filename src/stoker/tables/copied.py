@@ -198,7 +198,7 @@ class CopiedTables(nn.Module):
 
     def _check_handed(self) -> None:
         """Raise an error if a loop writes into the last ``state_dict``, whose tensors are no rows."""
-        if any(seen._version != version for seen, version in self._handed):
+        if self._handed and any(seen._version != version for seen, version in self._handed):
             self._handed = ()
             raise ConfigError(
                 f"a tensor of state_dict() was changed in place, and the rows of {self._steps.name} stayed as they "

@@ -506,7 +506,7 @@ class EmbeddingTables(CopiedTables):
             return
         if self.raw is not None and any(each.born != self.born for each in gradients):
             self._births.check(self._apart(gradients))
-        tick, alone, shards = self.tick + 1, gradients[0], self.shards_of(len(gradients[0].grad))
+        tick, alone, shards = self.tick + 1, gradients[0], self.shards_of(gradients[0].grad.shape[0])
         joint, ranks = None if self.ranks else self._joint, self._summed
         own = said(self, scale) if ranks else []
         rule = joint.rule(shards is not None) if joint and alone.group < 0 and len(gradients) == 1 else None
@@ -583,7 +583,7 @@ class EmbeddingTables(CopiedTables):
         """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
         for each in mine:
             self._check_unchanged(each)
-        shards = [own for each in mine if (own := each.shards or self.shards_of(len(each.grad)))]
+        shards = [own for each in mine if (own := each.shards or self.shards_of(each.grad.shape[0]))]
         if len(mine) == 1:
             return in_shards(mine[0].lookups, shards[0] if shards else None), mine[0].grad, mine[0].lease
         many, joined = [(each.lookups, each.grad) for each in mine], None

@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
-from stoker.tables.accumulation import Accumulation, Shared, optimizers, parameters_of
+from stoker.tables.accumulation import Accumulation, Weak, optimizers, parameters_of
 
 #: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
 #: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
@@ -49,7 +49,7 @@ _UNREAD = {
 }  # fmt: skip
 _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
-_watched: Shared[RowStepper] = Shared()  # told when an optimizer steps
+_watched: Weak[RowStepper, None] = Weak()  # told when an optimizer steps
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -109,7 +109,7 @@ class RowStepper:
     def __init__(self, trained: Any, name: str, remedies: Remedies = _REMEDIES) -> None:
         self._trained = weakref.ref(trained)
         self.name, self.remedies = name, remedies
-        self.handle: nn.Parameter | None = None  # the expected handle
+        self.handle: nn.Parameter  # the expected one: see keep()
         self.node: Any = None  # the engine's node for the handle's gradient
         self.scale = 1.0  # gradients are multiplied by this before they are used
         self.checked = True  # whether loops that would mean something else raise errors
@@ -379,8 +379,7 @@ class RowStepper:
         """Give the handle a gradient that shows whether something clips or unscales it."""
         if not self.checked:
             return
-        handle: Tensor = self.trained.handle
-        mark = self._marked
+        handle, mark = self.handle, self._marked
         if mark is not None and mark is self._published and mark._version == self._version and mark is handle.grad:
             return
         mark = handle.new_full((2,), _MARK)
@@ -422,19 +421,20 @@ class RowStepper:
         """Look at each step of an optimizer."""
         global _hook
         self._watched = True
-        _watched.add(self)
+        _watched.setdefault(self, None)
         _hook = _hook or [
             register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
         ]  # fmt: skip
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
-        grad, expected, self._expects = self.trained.handle.grad, self._expects, False
-        if grad is None or expected or _several_processes():
+        grad, expected, self._expects = self.handle.grad, self._expects, False
+        if grad is None or expected:
             return
         if (self.deferred or grad._version == self._version) and grad is self._published:  # autograd adds in place
             return
-        if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):  # cleared, or put back by the loop
+        # Cleared, put back by the loop, or averaged over ranks by DistributedDataParallel.
+        if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]) or _several_processes():
             return
         self.trained.handle.grad = self._published = None
         raise ConfigError(
@@ -444,7 +444,7 @@ class RowStepper:
 
     def _check_mark(self) -> None:
         """Raise an error for a gradient that was clipped, unscaled or replaced after the rows had stepped."""
-        published, grad = self._published, self.trained.handle.grad
+        published, grad = self._published, self.handle.grad
         if published is None or grad is None or (grad is published and grad._version == self._version):
             return
         self._published, found = None, grad.tolist()
@@ -512,8 +512,8 @@ class RowStepper:
     def _trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return False for an optimizer of another thread's model; that thread may be writing gradients now."""
         if not (here := threading.get_ident() in (self._thread, self._thread_of_backward)):
-            self._accumulation.near.discard(optimizer)  # it may be of another model from now on
-        return here or optimizer in self._accumulation.own
+            self._accumulation.followed(optimizer).near = False  # it may be of another model from now on
+        return here or self._accumulation.followed(optimizer).own
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
         return ConfigError(
@@ -533,7 +533,7 @@ class RowStepper:
 
     def _is_wanted(self) -> bool:
         """Return False if rows were frozen since the forward, or the backward is for other inputs (``inputs=...``)."""
-        if self.node is None or self.handle is None or not self.handle.requires_grad:
+        if self.node is None or not self.handle.requires_grad:
             return self.node is None
         try:
             return bool(torch._C._will_engine_execute_node(self.node))
@@ -566,7 +566,7 @@ def _enabled_scaler() -> bool:
         for kind in _SCALERS:
             _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
     scalers = [scaler for each in _scalers if (scaler := each()) is not None]
-    return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
+    return bool(scalers) and any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
 # Making an optimizer imports the compiler, so its decorator costs no import here.
@@ -575,7 +575,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if isinstance(optimizer, TableOptimizer):
         return
     closure = _closure(args, kwargs)
-    optimizers.add(optimizer)
+    optimizers.setdefault(optimizer, None)
     _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
 
@@ -592,7 +592,7 @@ def _closure(args: Any, kwargs: Any) -> bool:
 def _check_all(check: Callable[[RowStepper], None]) -> None:
     """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
     errors: list[ConfigError] = []
-    for steps in _watched:
+    for steps, _ in _watched.items():
         try:
             check(steps)
         except ConfigError as error:
@@ -603,7 +603,7 @@ def _check_all(check: Callable[[RowStepper], None]) -> None:
 
 def _check_norm(tensors: list[Tensor], norm_type: float, count: int) -> None:
     """Raise an error for a norm that the handles' gradients among ``tensors``, of ``count`` in all, do not have."""
-    for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
+    for steps in [each for each, _ in _watched.items() if each.deferred and each.checked and each.trained is not None]:
         grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
         if not any(grad is each for each in tensors):
             continue

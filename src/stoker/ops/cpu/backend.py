@@ -34,10 +34,11 @@ _NO_OFFSETS = np.zeros(1, dtype=np.int64)
 def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     """Return the memory of a gradient [B, F, D] from its first element on, and its strides by example and feature."""
     batch, features, dim = grad.shape
-    if grad.stride(2) != 1 and dim > 1:
-        grad = grad.contiguous()
+    grad = grad if grad.dtype == torch.float32 else grad.to(torch.float32)  # which is a call of torch
     if grad.is_contiguous():
         return borrowed(grad), features * dim, dim
+    if grad.stride(2) != 1 and dim > 1:
+        return borrowed(grad.contiguous()), features * dim, dim
     extent = (batch - 1) * grad.stride(0) + (features - 1) * grad.stride(1) + dim
     return borrowed(grad.as_strided((extent,), (1,))), grad.stride(0), grad.stride(1)
 
@@ -45,15 +46,15 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
 def _ids(bags: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the ids [L], offsets and per-sample weights [L] float32; arrays that no kernel reads for missing ones."""
     return (
-        np.ascontiguousarray(bags.ids.numpy()).reshape(-1),
+        flat(bags.ids.contiguous()),
         _NO_OFFSETS if bags.offsets is None else np.ascontiguousarray(bags.offsets.numpy()),
         _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous()),
     )
 
 
-def _run(entries: np.ndarray, items: np.ndarray, run: int, *after: tuple[Any, ...]) -> None:
+def _run(entries: np.ndarray, items: np.ndarray, run: int, threads: int, *after: tuple[Any, ...]) -> None:
     """Give ``items`` to the kernels at ``entries`` (:data:`stoker.ops.cpu.kernels.items_kernel`)."""
-    kernels.items_kernel.run(entries, items, np.zeros(1, np.int64), run, after=after)
+    kernels.items_kernel.run(entries, items, np.zeros(1, np.int64), run, after=after, threads=threads)
 
 
 def _groups(parts: Parts, states: Iterable[str]) -> tuple[_PartKey, ...]:
@@ -179,22 +180,21 @@ def _examples(groups: int, batch: int) -> np.ndarray:
     return np.stack([np.tile(np.arange(groups), len(first)), np.repeat(first, groups)], 1)
 
 
-@lru_cache(maxsize=64)
 def _even(count: int, step: int) -> tuple[int, ...]:
     return tuple(number * step for number in range(count))  # the step is 0 in gradients that are one number
 
 
 @lru_cache(maxsize=256)
-def _known(space: AddressSpace, dim: int, stride: int, mean: bool) -> dict[Any, Any]:
-    """Return what was found out about a part alone, wherever its memory is."""
-    return {}
+def _known(space: AddressSpace, dim: int, stride: int, mean: bool) -> tuple[Any, Any, dict[Any, Any]]:
+    """Return the columns and places of a part alone, and what was found out about it, wherever its memory is."""
+    count = len(space.features)
+    return _even(count, 1), _even(count, stride), {}
 
 
 def _alone(weight: Tensor, state: dict[str, Tensor], space: AddressSpace, stride: int, mean: bool) -> Parts:
     """Return one part; ``stride``: between the features of an example."""
-    count, dim = len(space.features), weight.shape[1]
-    part = Part(weight, state, space, _even(count, 1), _even(count, stride), mean)
-    return Parts((part,), _known(space, dim, stride, mean))
+    columns, places, known = _known(space, weight.shape[1], stride, mean)
+    return Parts((Part(weight, state, space, columns, places, mean),), known)
 
 
 def _memory(parts: Parts) -> np.ndarray:
@@ -217,10 +217,9 @@ class _Scratch:
 
     def fit(self, threads: int, lookups: int, dim: int) -> None:
         """Make room for tables with this many lookups and columns."""
-        wanted = (threads, lookups, dim)
-        if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
-            threads, lookups, dim = (max(pair) for pair in zip(self._fitted, wanted, strict=True))
-            self._fitted = (threads, lookups, dim)
+        have = self._fitted
+        if threads > have[0] or lookups > have[1] or dim > have[2]:
+            self._fitted = threads, lookups, dim = max(threads, have[0]), max(lookups, have[1]), max(dim, have[2])
             self.arrays = (
                 np.empty((threads, 1 << max(4, (2 * lookups - 1).bit_length())), np.int32),  # hash table of rows
                 np.empty((threads, 2 * lookups), np.int64),  # a distinct row, and its last and first lookup
@@ -256,7 +255,7 @@ class CpuBackend(Backend):
         if batch == 0:
             return out
         jagged, weighted = bags.offsets is not None, bags.weights is not None
-        error = np.zeros(1, dtype=np.int64)
+        error, threads = np.zeros(1, dtype=np.int64), kernel_threads()
         layout = parts.know("rows", lambda: _layout(_groups(parts, ()), 1))
         lookups = parts.know(
             ("lookup", jagged, weighted),
@@ -264,12 +263,12 @@ class CpuBackend(Backend):
                 kernels.lookup_kernel(part.weight.shape[1], jagged, weighted, part.mean and jagged) for part in parts
             ]),
         )  # fmt: skip
-        runs = -(-_block(batch, 1 + 256 // count) // kernels.EXAMPLES)
+        runs = -(-_block(batch, 1 + 256 // count, threads) // kernels.EXAMPLES)
         given = (
             _memory(parts), *_ids(bags), *layout.features, out.numel() // batch,
-            count, out.numpy().reshape(-1), runs * kernels.EXAMPLES, error,
+            count, borrowed(out), runs * kernels.EXAMPLES, error,
         )  # fmt: skip
-        _run(Kernel.entries(lookups, given), _examples(len(parts), batch), runs * len(parts), given)
+        _run(Kernel.entries(lookups, given), _examples(len(parts), batch), runs * len(parts), threads, given)
         if error[0]:
             _refuse(space, bags)
         return out
@@ -283,7 +282,7 @@ class CpuBackend(Backend):
         if grad.shape != (batch, count, dim):
             raise ValueError(f"the gradient has shape {tuple(grad.shape)}; {(batch, count, dim)} is expected.")
         if bags.ids.numel():
-            memory, example_stride, feature_stride = _strided(grad.to(torch.float32))
+            memory, example_stride, feature_stride = _strided(grad)
             alone = _alone(weight, state, space, feature_stride, bags.mean)
             self._update(alone, bags, count, memory, example_stride, rule, rounding)
 
@@ -336,7 +335,7 @@ class CpuBackend(Backend):
                 occurrences.lines, layout.means, ends, grad, slots, *lists, error,
                 Kernel.entries(applies, updating)[layout.part_of],
             )  # fmt: skip
-            _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, finding, updating)
+            _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, threads, finding, updating)
         if error[0]:
             raise RuntimeError(
                 "ids or offsets were overwritten between a lookup and its update: they are now outside their tables or "
@@ -423,6 +422,6 @@ def _refuse(space: AddressSpace, bags: Bags) -> None:
     raise RuntimeError("ids or offsets were overwritten while they were read. Leave the memory of a batch alone.")
 
 
-def _block(total: int, least: int) -> int:
+def _block(total: int, least: int, threads: int) -> int:
     """Return the size of a work item: small enough to balance, large enough to keep threads off the cursor."""
-    return max(least, total // (8 * kernel_threads()))
+    return max(least, total // (8 * threads))
