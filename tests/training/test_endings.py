@@ -305,6 +305,17 @@ def test_the_bar_shows_notes_as_they_are_and_those_of_kernels_too(
     assert "now kernel" in said
 
 
+def test_a_narrow_terminal_shows_all_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with ProgressBar() as bar:
+        bar.start(4690, 15000, "")
+        bar._bar.update(bar._task, status="loss 0.5872  AUC 0.5100  15.90 k samples/s  1 min 54 s left")
+        bar.work("evaluating valid", 3, 7, unit="batches")
+        bar._bar.console.record = True
+        bar._bar.console.print(bar._bar.get_renderable())
+        assert "4690/15000 " in bar._bar.console.export_text()
+
+
 def test_plain_lines_tell_of_long_work_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TextIO
 from stoker.base.progress import LINE_SECONDS, in_notebook, listening, pace
 from stoker.base.units import format_count, format_duration, format_size, plural
 
+_WIDE = 100  # columns of a terminal in which a bar fits, too
 _REFRESH = 0.1  # seconds between updates of the bar
 _LONG = 2.0  # seconds after which work before the steps is mentioned
 _SCHEDULE_LINES = 10  # most lines about the hot-cold schedule in an epoch; metrics.jsonl has all swaps
@@ -156,8 +157,9 @@ class ProgressBar(_Lines):
         super().__init__()
         self._console = Console(stderr=True)
         status = TextColumn("{task.fields[status]}")
-        amount = MofNCompleteColumn(table_column=Column(no_wrap=True))
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), amount, status)
+        self._amount = Column(no_wrap=True)
+        bar = [BarColumn(bar_width=None)] if self._console.width >= _WIDE else []
+        columns = (TextColumn("[bold]{task.description}"), *bar, MofNCompleteColumn(table_column=self._amount), status)
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task: Any = None
         self._works: dict[str, Any] = {}
@@ -174,6 +176,7 @@ class ProgressBar(_Lines):
 
     def start(self, step: int, total: int, facts: str) -> None:
         super().start(step, total, facts)
+        self._amount.min_width = 2 * len(str(total)) + 1  # a narrow terminal shortens the rest
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
         self._kernels.enter_context(listening(self.note))  # lines of another console would end on the bar
