@@ -60,7 +60,7 @@ class Arena:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
         if size < _SMALL:
-            return torch.empty(shape)
+            return torch.empty(shape, dtype=torch.float32, device="cpu")
         rounded = 1 << (size - 1).bit_length() if size < 2**20 else -(-size // 2**18) * 2**18
         idle = self._idle[rounded]
         try:
