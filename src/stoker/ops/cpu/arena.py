@@ -16,7 +16,6 @@ from torch import Tensor
 
 _KEEP = 8  # idle buffers kept of each size
 _LINE = 16  # float32 numbers
-_SMALL = 2**14  # of these the C library keeps the pages
 _lent: dict[int, weakref.ref[np.ndarray]] = {}  # the memory that tensors use now, by its address
 
 
@@ -59,9 +58,7 @@ class Arena:
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
-        if size < _SMALL:
-            return torch.empty(shape, dtype=torch.float32, device="cpu")
-        rounded = 1 << (size - 1).bit_length() if size < 2**20 else -(-size // 2**18) * 2**18
+        rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
         idle = self._idle[rounded]
         try:
             memory = idle.pop()
@@ -72,7 +69,7 @@ class Arena:
         view = memory[:size].reshape(shape)
         # reshape may return the slice itself. It is a fresh object either way, and lives while any tensor uses it.
         tensor = torch.from_numpy(view)
-        key = tensor.data_ptr()
+        key = tensor.data_ptr() or id(view)  # 0 if it is empty
 
         def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:
             _lent.pop(key, None)
