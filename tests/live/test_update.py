@@ -25,6 +25,7 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.base.files import EDGE, seal
 from stoker.cli import main
+from stoker.live import journal
 from stoker.live.journal import _trained, opened
 from stoker.live.watch import watch
 from stoker.prep.parse.sources import text_edges
@@ -106,6 +107,9 @@ def test_each_stage_of_an_update_has_its_own_progress(place: Path) -> None:
     assert seen["scoring new rows"][-1] == (found.rows, found.rows)
     assert {"new rows: reading", "new rows: counting", "new rows: writing"} <= seen.keys()
     assert all(len({total for _, total in steps}) == 1 for steps in seen.values()), "a bar of one unit"
+    seen.clear()
+    stoker.update(place / "run", place / "logs/day_1.csv", progress=lambda *stage: seen.setdefault("all", []).append(stage))
+    assert seen["all"][-1][1:] == (1, 1), "or a watch would show it until there are new rows"
 
 
 @pytest.mark.slow
@@ -857,6 +861,56 @@ def test_a_directory_is_watched(place: Path) -> None:
     for poll in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="must be a number of seconds above 0"):
             next(watch(place / "run", incoming, poll=poll))
+
+
+@pytest.mark.slow
+def test_a_file_that_is_written_while_another_is_used_is_not_taken_half(place: Path) -> None:
+    incoming, whole, slept = place / "incoming", (place / "logs/day_2.csv").read_bytes(), list[float]()
+    incoming.mkdir()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            shutil.copy(place / "logs/day_1.csv", incoming)
+        elif len(slept) == 2:  # the next check finds day 1 unchanged, and this
+            (incoming / "day_2.csv").write_bytes(whole[: whole.index(b"\n", len(whole) // 2) + 1])
+        elif len(slept) == 3:
+            (incoming / "day_2.csv").write_bytes(whole)
+        assert len(slept) < 8
+
+    results = watch(place / "run", incoming, sleep=sleep)
+    assert [next(results).rows for _ in range(2)] == [300, 300]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), [(Path, "stat", 1), (journal, "_hash", 0), (journal, "_hash", 1)])
+def test_a_file_that_goes_ends_no_watch(
+    place: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int
+) -> None:
+    incoming, call, slept = place / "incoming", getattr(owner, name), list[float]()
+    incoming.mkdir()
+    gone = incoming / "day_1.csv"
+    shutil.copy(place / "logs/day_1.csv", gone)
+
+    def going(path: Path, *more: Any, **settings: Any) -> Any:
+        goes = path == gone and slept and os.path.exists(gone)
+        if goes and not after:
+            os.unlink(gone)
+        found = call(path, *more, **settings)
+        if goes and after:
+            os.unlink(gone)
+        return found
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            assert not gone.exists()
+            shutil.copy(place / "logs/day_2.csv", incoming)
+        assert len(slept) < 8
+
+    monkeypatch.setattr(owner, name, going)
+    assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
+    [line] = [json.loads(text) for text in (place / "run/updates.jsonl").read_text().splitlines()]
+    assert [log["name"] for log in line["logs"]] == ["day_2.csv"]
 
 
 def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def _results(
     while True:
         now = {path: (state.st_size, state.st_mtime_ns) for path, state in _files(folder) if state.st_size}
         ready = [path for path, state in now.items() if before.get(path) == state and done.get(path) != state]
-        before = now
+        before = {} if ready else now  # after an update, files must stay the same from one check to the next again
         if ready:
             try:
                 result = update(run, sorted(ready, key=number_order), **settings)
-            except DataError as error:
+            except (DataError, OSError) as error:
+                if not all(path.exists() for path in ready):  # renamed or deleted meanwhile
+                    continue
                 empty = [path for path in ready if not _has_rows(path, source)]
                 if not empty:
                     raise
@@ -88,8 +91,9 @@ def _results(
 
 def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for path in folder.iterdir():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
-            yield path, path.stat()
+        with suppress(FileNotFoundError):  # renamed or deleted meanwhile
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
+                yield path, path.stat()
 
 
 def _has_rows(path: Path, given: SourceFormat) -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _KEEP = 8  # idle buffers kept of each size
+_LARGE = 2**20  # float32 numbers from which sizes are many
+_TIMES = 4  # idle memory is at most so many times what was lent at once
 _LINE = 16  # float32 numbers
 _lent: dict[int, weakref.ref[np.ndarray]] = {}  # the memory that tensors use now, by its address
 
@@ -45,15 +47,18 @@ class Arena:
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEEP))
+        self._large: dict[int, int] = {}  # large buffers that are lent: address -> numbers
+        self._most = 0  # of these numbers at once
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
-        rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
-        idle = self._idle[rounded]
+        rounded = max(1024, 1 << (size - 1).bit_length()) if size < _LARGE else -(-size // 2**18) * 2**18
         try:
-            memory = idle.pop()
+            memory = self._idle[rounded].pop()
         except IndexError:
+            if size >= _LARGE:
+                self._bound(rounded)
             memory = np.empty(rounded + _LINE, dtype=np.float32)
             first = -memory.ctypes.data % (4 * _LINE) // 4  # begins like a tensor of torch, at a line of the cache
             memory = memory[first : first + rounded]
@@ -64,7 +69,17 @@ class Arena:
 
         def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:
             _lent.pop(key, None)
-            idle.append(memory)
+            self._large.pop(key, None)
+            self._idle[rounded].append(memory)
 
         _lent[key] = weakref.ref(view, give_back)
+        if size >= _LARGE:
+            self._large[key] = rounded
         return tensor
+
+    def _bound(self, more: int) -> None:
+        """Before a large buffer is made, drop all idle ones if they are too many: batches of any size need others."""
+        self._most = max(self._most, more + sum([*self._large.values()]))
+        idle = sum(size * len(buffers) for size, buffers in dict(self._idle).items())  # a copy: others give back
+        if idle > _TIMES * self._most:
+            self._idle.clear()
