@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -911,6 +912,23 @@ def test_a_file_that_goes_ends_no_watch(
     assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
     [line] = [json.loads(text) for text in (place / "run/updates.jsonl").read_text().splitlines()]
     assert [log["name"] for log in line["logs"]] == ["day_2.csv"]
+
+
+def test_a_watch_waits_while_another_process_changes_the_run(place: Path) -> None:
+    (place / "incoming").mkdir()
+    shutil.copy(place / "logs/day_1.csv", place / "incoming")
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            locked.enter_context(RunDirectory(place / "run").locked())
+        elif len(slept) == 2:
+            locked.close()
+        assert len(slept) < 8
+
+    with ExitStack() as locked:
+        assert next(watch(place / "run", place / "incoming", sleep=sleep)).rows == 300
 
 
 def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Path) -> None:

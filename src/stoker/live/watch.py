@@ -21,6 +21,7 @@ from stoker.live.update import UpdateArguments, UpdateResult, dataset_before, up
 from stoker.prep.parse.sources import count_rows, number_order, source_kind
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
+from stoker.training.files.rundir import RunInUseError
 
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
@@ -33,7 +34,7 @@ def watch(
 
     A file is used when it has not changed between two checks of the directory. Hidden files, and names that end in .tmp
     or .part, are ignored: write a log under such a name, and rename it. So are files without a row, with a warning if
-    they have a header. Files that appear together are one update, in the order of their names, with numbers by value.
+    they have a header. While another process changes the run, such as a compaction, files wait. Files that appear together are one update, in the order of their names, with numbers by value.
 
     Args:
         run: as for :func:`stoker.update`.
@@ -72,6 +73,9 @@ def _results(
         if ready:
             try:
                 result = update(run, sorted(ready, key=number_order), **settings)
+            except RunInUseError:  # by a compaction or a roll-back, which end
+                sleep(poll)
+                continue
             except (DataError, OSError) as error:
                 if not all(path.exists() for path in ready):  # renamed or deleted meanwhile
                     continue

@@ -69,6 +69,7 @@ SHARD_BYTES = 256 * 2**20  # of rows and state in one file
 _ID_BYTES = 8  # of the number of a row in a segment
 DENSE = "dense.safetensors"
 _TICK = 10**9  # ns: no clock of a file system is coarser
+_KNOWN = 2**15  # files: a process that follows a run for months sees any number
 remove_folder = partial(shutil.rmtree, ignore_errors=True)
 #: files whose checksum was right, and what they were like: a resumed run chooses a checkpoint by it, and then loads it
 _whole: dict[Path, tuple[Any, ...]] = {}
@@ -490,6 +491,8 @@ def verify_files(directory: Path, manifest: Mapping[str, Any], counted: Counted 
             raise CheckpointError(
                 f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
             )
+        if len(_whole) >= _KNOWN:
+            _whole.clear()
         if clock - now.st_ctime_ns > _TICK:  # a later change has another time
             _whole[path] = state
         if counted is not None:
