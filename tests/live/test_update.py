@@ -1104,6 +1104,22 @@ def test_rows_of_an_update_may_go_while_they_are_read(place: Path, monkeypatch: 
     assert not follower.poll(), "the model that it has"
 
 
+def test_a_compaction_while_a_chain_is_read_is_no_missing_segment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, link_of = place / "run", checkpoint.Link.of
+    for number in (1, 2):
+        found = stoker.update(run, logs(place, number)).checkpoint
+
+    def compacted(path: Path) -> Any:
+        """Return the link, whose parent a compaction deletes."""
+        monkeypatch.setattr(checkpoint.Link, "of", link_of)
+        first = link_of(path)
+        stoker.compact(run)
+        return first
+
+    monkeypatch.setattr(checkpoint.Link, "of", compacted)
+    assert [link.path for link in checkpoint.chain(found)] == [found]
+
+
 @pytest.mark.slow
 def test_a_follower_polls_while_the_run_changes(place: Path) -> None:
     """Whatever it has between two polls is one whole version; a change in the middle of a poll is a named error."""

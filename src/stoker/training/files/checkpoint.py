@@ -407,11 +407,22 @@ class Link(NamedTuple):
 
 def chain(directory: str | Path) -> list[Link]:
     """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last."""
-    path = Path(directory)
-    found = [Link.of(path)]
+    while True:
+        found = [Link.of(Path(directory))]
+        try:
+            _add_parents(found)
+        except CheckpointError:
+            if is_current(found):  # else a compaction replaced it, and deleted what it no longer needs
+                raise
+        else:
+            return found[::-1]
+
+
+def _add_parents(found: list[Link]) -> None:
+    """Add the parents of a checkpoint, the newest first."""
     while (wanted := found[-1].manifest.get("parent")) is not None:
         child, name = found[-1].path.name, Path(str(wanted["name"])).name
-        parent = path.with_name(name)
+        parent = found[0].path.with_name(name)
         if not parent.exists():
             parent = left_by_a_kill(parent) or parent
         if not parent.exists():
@@ -428,7 +439,6 @@ def chain(directory: str | Path) -> list[Link]:
             )
         if len({link.path for link in found}) < len(found):
             raise CheckpointError(f"{parent} is its own parent: its manifest was altered. Take another checkpoint.")
-    return found[::-1]
 
 
 @contextmanager
