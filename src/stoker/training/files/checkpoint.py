@@ -407,15 +407,14 @@ class Link(NamedTuple):
 
 def chain(directory: str | Path) -> list[Link]:
     """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last."""
-    while True:
-        found = [Link.of(Path(directory))]
-        try:
-            _add_parents(found)
-        except CheckpointError:
-            if is_current(found):  # else a compaction replaced it, and deleted what it no longer needs
-                raise
-        else:
-            return found[::-1]
+    found = [Link.of(Path(directory))]
+    try:
+        _add_parents(found)
+    except CheckpointError:
+        if is_current(found):  # else a compaction replaced it, and deleted what it no longer needs
+            raise
+        return chain(directory)
+    return found[::-1]
 
 
 def _add_parents(found: list[Link]) -> None:
