@@ -109,7 +109,9 @@ def test_each_stage_of_an_update_has_its_own_progress(place: Path) -> None:
     assert {"new rows: reading", "new rows: counting", "new rows: writing"} <= seen.keys()
     assert all(len({total for _, total in steps}) == 1 for steps in seen.values()), "a bar of one unit"
     seen.clear()
-    stoker.update(place / "run", place / "logs/day_1.csv", progress=lambda *stage: seen.setdefault("all", []).append(stage))
+    stoker.update(
+        place / "run", place / "logs/day_1.csv", progress=lambda *stage: seen.setdefault("all", []).append(stage)
+    )
     assert seen["all"][-1][1:] == (1, 1), "or a watch would show it until there are new rows"
 
 

@@ -34,7 +34,8 @@ def watch(
 
     A file is used when it has not changed between two checks of the directory. Hidden files, and names that end in .tmp
     or .part, are ignored: write a log under such a name, and rename it. So are files without a row, with a warning if
-    they have a header. While another process changes the run, such as a compaction, files wait. Files that appear together are one update, in the order of their names, with numbers by value.
+    they have a header. Files that appear together are one update, in the order of their names, with numbers by value.
+    While another process changes the run, such as a compaction, they wait.
 
     Args:
         run: as for :func:`stoker.update`.
