@@ -23,21 +23,21 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_388,
-    "ops": 7_147,
+    "ops": 7_152,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_402,
+    "tables": 13_404,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_113,
+    "training": 11_132,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
     "cli": 3_485,
-    "live": 1_332,
+    "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_481
+ALL_LINES = 66_517
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.base.files import EDGE, seal
 from stoker.cli import main
+from stoker.live import journal
 from stoker.live.journal import _trained, opened
 from stoker.live.watch import watch
 from stoker.prep.parse.sources import text_edges
@@ -106,6 +108,11 @@ def test_each_stage_of_an_update_has_its_own_progress(place: Path) -> None:
     assert seen["scoring new rows"][-1] == (found.rows, found.rows)
     assert {"new rows: reading", "new rows: counting", "new rows: writing"} <= seen.keys()
     assert all(len({total for _, total in steps}) == 1 for steps in seen.values()), "a bar of one unit"
+    seen.clear()
+    stoker.update(
+        place / "run", place / "logs/day_1.csv", progress=lambda *stage: seen.setdefault("all", []).append(stage)
+    )
+    assert seen["all"][-1][1:] == (1, 1), "or a watch would show it until there are new rows"
 
 
 @pytest.mark.slow
@@ -859,6 +866,73 @@ def test_a_directory_is_watched(place: Path) -> None:
             next(watch(place / "run", incoming, poll=poll))
 
 
+@pytest.mark.slow
+def test_a_file_that_is_written_while_another_is_used_is_not_taken_half(place: Path) -> None:
+    incoming, whole, slept = place / "incoming", (place / "logs/day_2.csv").read_bytes(), list[float]()
+    incoming.mkdir()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            shutil.copy(place / "logs/day_1.csv", incoming)
+        elif len(slept) == 2:  # the next check finds day 1 unchanged, and this
+            (incoming / "day_2.csv").write_bytes(whole[: whole.index(b"\n", len(whole) // 2) + 1])
+        elif len(slept) == 3:
+            (incoming / "day_2.csv").write_bytes(whole)
+        assert len(slept) < 8
+
+    results = watch(place / "run", incoming, sleep=sleep)
+    assert [next(results).rows for _ in range(2)] == [300, 300]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), [(Path, "stat", 1), (journal, "_hash", 0), (journal, "_hash", 1)])
+def test_a_file_that_goes_ends_no_watch(
+    place: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int
+) -> None:
+    incoming, call, slept = place / "incoming", getattr(owner, name), list[float]()
+    incoming.mkdir()
+    gone = incoming / "day_1.csv"
+    shutil.copy(place / "logs/day_1.csv", gone)
+
+    def going(path: Path, *more: Any, **settings: Any) -> Any:
+        goes = path == gone and slept and os.path.exists(gone)
+        if goes and not after:
+            os.unlink(gone)
+        found = call(path, *more, **settings)
+        if goes and after:
+            os.unlink(gone)
+        return found
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            assert not gone.exists()
+            shutil.copy(place / "logs/day_2.csv", incoming)
+        assert len(slept) < 8
+
+    monkeypatch.setattr(owner, name, going)
+    assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
+    [line] = [json.loads(text) for text in (place / "run/updates.jsonl").read_text().splitlines()]
+    assert [log["name"] for log in line["logs"]] == ["day_2.csv"]
+
+
+def test_a_watch_waits_while_another_process_changes_the_run(place: Path) -> None:
+    (place / "incoming").mkdir()
+    shutil.copy(place / "logs/day_1.csv", place / "incoming")
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            locked.enter_context(RunDirectory(place / "run").locked())
+        elif len(slept) == 2:
+            locked.close()
+        assert len(slept) < 8
+
+    with ExitStack() as locked:
+        assert next(watch(place / "run", place / "incoming", sleep=sleep)).rows == 300
+
+
 def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Path) -> None:
     (place / "incoming").mkdir()
     rows = day(1)
@@ -1030,6 +1104,22 @@ def test_rows_of_an_update_may_go_while_they_are_read(place: Path, monkeypatch: 
         follower.poll()
     assert not features.exists()
     assert not follower.poll(), "the model that it has"
+
+
+def test_a_compaction_while_a_chain_is_read_is_no_missing_segment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, link_of = place / "run", checkpoint.Link.of
+    for number in (1, 2):
+        found = stoker.update(run, logs(place, number)).checkpoint
+
+    def compacted(path: Path) -> Any:
+        """Return the link, whose parent a compaction deletes."""
+        monkeypatch.setattr(checkpoint.Link, "of", link_of)
+        first = link_of(path)
+        stoker.compact(run)
+        return first
+
+    monkeypatch.setattr(checkpoint.Link, "of", compacted)
+    assert [link.path for link in checkpoint.chain(found)] == [found]
 
 
 @pytest.mark.slow

@@ -236,6 +236,19 @@ def test_arena_returns_memory_only_when_nobody_refers_to_it():
     assert arena.empty(100, 30).data_ptr() == address
 
 
+def test_idle_memory_of_an_arena_does_not_grow_with_the_number_of_sizes():
+    arena, sizes = Arena(), [2**20 + more * 2**18 for more in range(32)]
+    for size in sizes:
+        assert arena.empty(size).numel() == size
+    assert sum(size * len(buffers) for size, buffers in arena._idle.items()) <= 5 * sizes[-1]
+    places = []
+    for _ in range(3):  # sizes that repeat, as in a loop
+        lent = [arena.empty(size) for size in sizes[:9]]
+        places.append({each.data_ptr() for each in lent})
+        del lent
+    assert places[1] == places[2]
+
+
 def test_team_runs_everything_and_passes_errors_on():
     team = Team(3)
     seen: list[int] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -378,6 +380,19 @@ def test_copies_know_the_raw_ids_that_wait(copied: Any) -> None:
     other = copied(made)
     other(torch.tensor([[5]])).sum().backward()
     assert (5 in other.raw_ids("item").tolist(), 5 in made.raw_ids("item").tolist()) == (True, False)
+
+
+def test_rows_go_with_the_last_reference_to_their_tables() -> None:
+    """A process that updates a run every night would have the rows of many nights otherwise, in memory or in files."""
+    made = make(Grow())
+    made(torch.tensor([[5]])).sum().backward()
+    storage = weakref.ref(made.groups[0].storage)
+    gc.disable()  # so that no cycle is found
+    try:
+        del made
+        assert storage() is None
+    finally:
+        gc.enable()
 
 
 def test_a_gradient_of_a_row_that_has_another_raw_id_now_is_refused() -> None:

@@ -262,6 +262,17 @@ def test_saving_and_loading_take_bounded_memory(tmp_path: Path) -> None:
     stoker.load(tmp_path / str(2**20), model)
 
 
+def test_what_is_known_of_files_does_not_grow_with_the_number_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_KNOWN", 6)
+    monkeypatch.setattr(checkpoint, "_TICK", -1)  # so that new files are noted
+    monkeypatch.setattr(checkpoint, "_whole", {})
+    for number in range(5):  # four files each
+        checkpoint.verify(stoker.save(tmp_path / str(number), build()))
+        assert 0 < len(checkpoint._whole) <= 6
+
+
 def test_stream_position_travels(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", rows=1000, num_embeddings=(40, 7, 300), num_dense=2)
     model = build()

@@ -140,6 +140,7 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
         files = expand(inputs.files)[0]
         (asked.progress or quiet)("reading logs", 0, 1)
         fresh, notes = journal.unused(files, inputs.names, _trained_on(journal, asked))
+        (asked.progress or quiet)("reading logs", 1, 1)  # else a watch would show it until there are new rows
         if not fresh:
             return _result(journal, journal.checkpoint, notes, new=False)
         own = {name: getattr(asked, name) for name in UpdateSettings.__dataclass_fields__}

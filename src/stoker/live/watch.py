@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stoker.live.update import UpdateArguments, UpdateResult, dataset_before, up
 from stoker.prep.parse.sources import count_rows, number_order, source_kind
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
+from stoker.training.files.rundir import RunInUseError
 
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
@@ -33,6 +35,7 @@ def watch(
     A file is used when it has not changed between two checks of the directory. Hidden files, and names that end in .tmp
     or .part, are ignored: write a log under such a name, and rename it. So are files without a row, with a warning if
     they have a header. Files that appear together are one update, in the order of their names, with numbers by value.
+    While another process changes the run, such as a compaction, they wait.
 
     Args:
         run: as for :func:`stoker.update`.
@@ -67,11 +70,16 @@ def _results(
     while True:
         now = {path: (state.st_size, state.st_mtime_ns) for path, state in _files(folder) if state.st_size}
         ready = [path for path, state in now.items() if before.get(path) == state and done.get(path) != state]
-        before = now
+        before = {} if ready else now  # after an update, files must stay the same from one check to the next again
         if ready:
             try:
                 result = update(run, sorted(ready, key=number_order), **settings)
-            except DataError as error:
+            except RunInUseError:  # by a compaction or a roll-back, which end
+                sleep(poll)
+                continue
+            except (DataError, OSError) as error:
+                if not all(path.exists() for path in ready):  # renamed or deleted meanwhile
+                    continue
                 empty = [path for path in ready if not _has_rows(path, source)]
                 if not empty:
                     raise
@@ -88,8 +96,9 @@ def _results(
 
 def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for path in folder.iterdir():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
-            yield path, path.stat()
+        with suppress(FileNotFoundError):  # renamed or deleted meanwhile
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
+                yield path, path.stat()
 
 
 def _has_rows(path: Path, given: SourceFormat) -> bool:

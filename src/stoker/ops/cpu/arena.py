@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 _KEEP = 8  # idle buffers kept of each size
+_LARGE = 2**20  # float32 numbers from which there are many sizes
+_TIMES = 4  # idle memory is at most so many times what was lent at once
 _LINE = 16  # float32 numbers
-_lent: dict[int, weakref.ref[np.ndarray]] = {}  # the memory that tensors use now, by its address
+#: the memory that tensors use now, by its address, and its numbers
+_lent: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}
 
 
 def is_foreign(tensor: Tensor) -> bool:
@@ -54,15 +57,20 @@ class Arena:
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEEP))
+        self._most = 0  # numbers that were lent at once
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
-        rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
-        idle = self._idle[rounded]
+        rounded = max(1024, 1 << (size - 1).bit_length()) if size < _LARGE else -(-size // 2**18) * 2**18
         try:
-            memory = idle.pop()
+            memory = self._idle[rounded].pop()
         except IndexError:
+            if size >= _LARGE:  # batches of any size need other buffers, and the idle ones become too many
+                self._most = max(self._most, rounded + sum(lent for _, lent in [*_lent.values()]))
+                idle = sum(each * len(kept) for each, kept in dict(self._idle).items())
+                if idle > _TIMES * self._most:
+                    self._idle.clear()
             memory = np.empty(rounded + _LINE, dtype=np.float32)
             first = -memory.ctypes.data % (4 * _LINE) // 4  # begins like a tensor of torch, at a line of the cache
             memory = memory[first : first + rounded]
@@ -73,7 +81,7 @@ class Arena:
 
         def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:
             _lent.pop(key, None)
-            idle.append(memory)
+            self._idle[rounded].append(memory)
 
-        _lent[key] = weakref.ref(view, give_back)
+        _lent[key] = weakref.ref(view, give_back), rounded
         return tensor

@@ -39,7 +39,7 @@ class Births:
         self.step = 0  # lookups that trained
         self._since = 0  # the step of the last load, before which rows had other raw ids
         if raw is not None:
-            raw.loaded = self._forget
+            raw.loaded = weakref.WeakMethod(self._forget)  # a cycle would keep the rows until Python looks for cycles
         spaces = [(index, group.space) for index, group in enumerate(groups)]
         places = {name: (i, int(space.first_row[at])) for i, space in spaces for at, name in enumerate(space.names)}
         own = [places[name] for name in ([] if raw is None else raw.names)]

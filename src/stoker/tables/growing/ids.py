@@ -129,7 +129,8 @@ class GrowingIds:
         self._ahead: deque[Grown] = deque()  # steps whose batch has not trained, in order
         self._undone = False  # whether these are undone
         self.refused = 0  # lookups in training that found no free row
-        self.loaded: Callable[[], None] = lambda: None  # called when rows may have got other raw ids
+        #: returns what is called when rows may have got other raw ids
+        self.loaded: Callable[[], Callable[[], None] | None] = lambda: None
         self._places: tuple[Any, npt.NDArray[np.int32], Ints] | None = None  # of the last batch without offsets
         self.clear()
 
@@ -365,7 +366,8 @@ class GrowingIds:
 
         After a CheckpointError, for entries that are not those of such tables, the tables have no raw ids.
         """
-        self.loaded()
+        if (forget := self.loaded()) is not None:
+            forget()
         with self.lock:
             self.clear()
             pools, entries = self._state.pools, self._state.entries

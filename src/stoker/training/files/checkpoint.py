@@ -69,6 +69,7 @@ SHARD_BYTES = 256 * 2**20  # of rows and state in one file
 _ID_BYTES = 8  # of the number of a row in a segment
 DENSE = "dense.safetensors"
 _TICK = 10**9  # ns: no clock of a file system is coarser
+_KNOWN = 2**15  # files: a process that follows a run for months sees any number
 remove_folder = partial(shutil.rmtree, ignore_errors=True)
 #: files whose checksum was right, and what they were like: a resumed run chooses a checkpoint by it, and then loads it
 _whole: dict[Path, tuple[Any, ...]] = {}
@@ -406,11 +407,21 @@ class Link(NamedTuple):
 
 def chain(directory: str | Path) -> list[Link]:
     """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last."""
-    path = Path(directory)
-    found = [Link.of(path)]
+    found = [Link.of(Path(directory))]
+    try:
+        _add_parents(found)
+    except CheckpointError:
+        if is_current(found):  # else a compaction replaced it, and deleted what it no longer needs
+            raise
+        return chain(directory)
+    return found[::-1]
+
+
+def _add_parents(found: list[Link]) -> None:
+    """Add the parents of a checkpoint, the newest first."""
     while (wanted := found[-1].manifest.get("parent")) is not None:
         child, name = found[-1].path.name, Path(str(wanted["name"])).name
-        parent = path.with_name(name)
+        parent = found[0].path.with_name(name)
         if not parent.exists():
             parent = left_by_a_kill(parent) or parent
         if not parent.exists():
@@ -427,7 +438,6 @@ def chain(directory: str | Path) -> list[Link]:
             )
         if len({link.path for link in found}) < len(found):
             raise CheckpointError(f"{parent} is its own parent: its manifest was altered. Take another checkpoint.")
-    return found[::-1]
 
 
 @contextmanager
@@ -490,6 +500,8 @@ def verify_files(directory: Path, manifest: Mapping[str, Any], counted: Counted 
             raise CheckpointError(
                 f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
             )
+        if len(_whole) >= _KNOWN:
+            _whole.clear()
         if clock - now.st_ctime_ns > _TICK:  # a later change has another time
             _whole[path] = state
         if counted is not None:

@@ -47,6 +47,10 @@ Place: TypeAlias = "str | Path | None"
 T = TypeVar("T")
 
 
+class RunInUseError(ConfigError):
+    """Another process changes the run."""
+
+
 class RunDirectory:
     """The paths and checkpoints of a run."""
 
@@ -115,7 +119,7 @@ class RunDirectory:
                     break
                 time.sleep(0.01)
             else:
-                raise ConfigError(f"another process is training in {self.path}. Wait for it, or stop it first.")
+                raise RunInUseError(f"another process is training in {self.path}. Wait for it, or stop it first.")
             yield bool(locked)
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
