@@ -49,7 +49,8 @@ class Arena:
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
-        rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
+        step = 1 << max(10, (size - 1).bit_length() - 3 * (size >= 2**20))  # few sizes, or idle ones would fill memory
+        rounded = max(1, -(-size // step)) * step
         idle = self._idle[rounded]
         try:
             memory = idle.pop()
