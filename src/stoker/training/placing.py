@@ -242,14 +242,15 @@ class StageTotals(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._totals: list[Counter[str]] = []  # nanoseconds, for each thread
+        self._totals: dict[threading.Thread, Counter[str]] = {}  # nanoseconds
+        self._ended = Counter[str]()  # of threads that have ended: each stage has its own, and a run thousands of stages
         self._own = threading.local()
 
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
         own = self._own
         if not hasattr(own, "totals"):
             own.totals, own.within = Counter(), deque(maxlen=_WITHIN)
-            self._totals.append(own.totals)
+            self._totals[threading.current_thread()] = own.totals
         within: deque[tuple[int, int]] = own.within
         rest = end - start
         while within and within[-1][0] >= start:
@@ -260,8 +261,10 @@ class StageTotals(Recorder):
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each of :data:`STAGES` so far."""
-        found = Counter[str]()
-        for totals in list(self._totals):
+        for thread in [each for each in list(self._totals) if not each.is_alive()]:
+            self._ended.update(self._totals.pop(thread))
+        found = self._ended.copy()
+        for totals in list(self._totals.values()):
             found.update(totals.copy())
         return {name: found[name] / 1e9 for name in STAGES}
 
