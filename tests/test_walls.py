@@ -37,7 +37,7 @@ LINES = {
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_442
+ALL_LINES = 66_445
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -242,8 +242,8 @@ class StageTotals(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._totals: dict[threading.Thread, Counter[str]] = {}  # nanoseconds
-        self._ended = Counter[str]()  # of threads that have ended: each stage has its own, and a run thousands of stages
+        # Nanoseconds, for each thread; None: those that have ended, for a run may have thousands of stages.
+        self._totals: dict[threading.Thread | None, Counter[str]] = {None: Counter()}
         self._own = threading.local()
 
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
@@ -261,11 +261,9 @@ class StageTotals(Recorder):
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each of :data:`STAGES` so far."""
-        for thread in [each for each in list(self._totals) if not each.is_alive()]:
-            self._ended.update(self._totals.pop(thread))
-        found = self._ended.copy()
-        for totals in list(self._totals.values()):
-            found.update(totals.copy())
+        for thread in [each for each in list(self._totals) if each is not None and not each.is_alive()]:
+            self._totals[None].update(self._totals.pop(thread))
+        found = sum((totals.copy() for totals in list(self._totals.values())), Counter[str]())
         return {name: found[name] / 1e9 for name in STAGES}
 
     @contextlib.contextmanager

@@ -147,8 +147,6 @@ class DirectLink:
 
     def close(self, *, drain: bool = True) -> None:
         """End threads; ``drain``: wait until all writebacks have landed, or raise an error."""
-        if drain:
-            self.drain()
 
 
 class Writeback:
@@ -259,7 +257,8 @@ class QueuedLink(DirectLink):
 
     def close(self, *, drain: bool = True) -> None:
         try:
-            super().close(drain=drain)
+            if drain:
+                self.drain()
         finally:
             if self._thread is not None:
                 self._jobs.put(None)
