@@ -23,10 +23,10 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_388,
-    "ops": 7_152,
+    "ops": 7_153,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_404,
+    "tables": 13_409,
     "models": 1_960,
     "placement": 2_770,
     "training": 11_132,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_517
+ALL_LINES = 66_520
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

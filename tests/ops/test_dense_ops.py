@@ -216,6 +216,13 @@ def test_layer_chain_falls_back_for_doubles():
     )
 
 
+def test_idle_memory_of_batches_of_many_sizes_is_a_few_times_the_largest():
+    arena, largest = Arena(), 2**23
+    for size in range(2**19, largest, 2**16):
+        arena.empty(size)
+    assert sum(each.size for idle in arena._idle.values() for each in idle) < 8 * largest
+
+
 def test_arena_returns_memory_only_when_nobody_refers_to_it():
     arena = Arena()
     first = arena.empty(100, 30)

@@ -227,6 +227,55 @@ def test_an_interrupt_does_not_hang():
     assert not staging_threads()
 
 
+def writebacks():
+    return [thread for thread in threading.enumerate() if thread.name == "stoker-writeback"]
+
+
+def test_tables_that_are_dropped_without_close_leave_no_thread_and_no_file(tmp_path):
+    before, left = writebacks(), set(os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else ())
+    for writes in ("append", "in-place"):
+        tables = build(Cached(slots=60, home="file", path=str(tmp_path), writes=writes))
+        train(tables, stage(batches(10), tables))
+        threads = [thread for thread in writebacks() if thread not in before]
+        assert len(threads) == 1
+        del tables
+        gc.collect()
+        threads[0].join(10)
+        assert not threads[0].is_alive()
+    gc.collect()
+    assert not left or set(os.listdir("/proc/self/fd")) == left
+
+
+def test_closing_interrupted_tables_ends_their_writebacks_before_the_store(monkeypatch):
+    tables = build(Cached(slots=60, home="file"))
+    storage, calls = tables.groups[0].storage, []
+    store, close, go_on = storage.home.store, storage.home.close, threading.Event()
+
+    def late(*given):
+        go_on.wait(10)
+        store(*given)
+        calls.append("store")
+
+    def ended():
+        calls.append("close")
+        close()
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    train(tables, batches(10))
+    before = writebacks()
+    monkeypatch.setattr(storage.home, "store", late)
+    monkeypatch.setattr(storage.home, "close", ended)
+    monkeypatch.setattr("stoker.tables.slots.slotted.to_slots", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tables, batches(1, seed=1))
+    threading.Timer(0.05, go_on.set).start()
+    tables.close()
+    assert calls == ["store", "close"]
+    assert len(writebacks()) == len(before) - 1
+
+
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_with_the_remedy_or_done_in_parts():
     big = Batch(dense=torch.zeros(50, 1), ids=torch.arange(50).view(-1, 1))

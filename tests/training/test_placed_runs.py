@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,18 @@ def test_totals_are_those_of_the_whole_timeline(draw: st.DataObject) -> None:
         totals.add(one.name, one.start, one.end, None)
     expected = {stage.name: stage.seconds for stage in stage_times(spans, ["main"], 0, 1000)[0]}
     assert totals.seconds() == pytest.approx({name: expected.get(name, 0.0) for name in STAGES})
+
+
+def test_threads_that_have_ended_share_one_counter_of_stages() -> None:
+    totals = StageTotals()
+    for number in range(5):  # as the threads of stages, of which a hot-cold run has thousands
+        thread = threading.Thread(target=totals.add, args=("plan", 0, 10**9, None))
+        thread.start()
+        thread.join()
+        assert totals.seconds()["plan"] == number + 1
+    totals.add("plan", 0, 10**9, None)
+    assert totals.seconds()["plan"] == 6
+    assert len(totals._totals) == 2, "of this thread, and of all that have ended"
 
 
 @pytest.mark.slow

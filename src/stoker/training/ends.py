@@ -42,8 +42,8 @@ _ANALYSED = 60  # seconds of training that pay for an analysis; stoker report ma
 class TrainResult(Shown):
     """What :func:`stoker.train` returns; ``model`` has the rows of the best checkpoint.
 
-    Close a model whose rows are in a spill file by ``model.embeddings.close()``, which deletes the file; so does the
-    end of the process.
+    Close a model whose rows are in a spill file by ``model.embeddings.close()``, which deletes the file. So does
+    dropping it, or the end of the process.
     """
 
     run: Path

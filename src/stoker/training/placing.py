@@ -242,14 +242,15 @@ class StageTotals(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._totals: list[Counter[str]] = []  # nanoseconds, for each thread
+        # Nanoseconds, for each thread; None: those that have ended, for a run may have thousands of stages.
+        self._totals: dict[threading.Thread | None, Counter[str]] = {None: Counter()}
         self._own = threading.local()
 
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
         own = self._own
         if not hasattr(own, "totals"):
             own.totals, own.within = Counter(), deque(maxlen=_WITHIN)
-            self._totals.append(own.totals)
+            self._totals[threading.current_thread()] = own.totals
         within: deque[tuple[int, int]] = own.within
         rest = end - start
         while within and within[-1][0] >= start:
@@ -260,9 +261,9 @@ class StageTotals(Recorder):
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each of :data:`STAGES` so far."""
-        found = Counter[str]()
-        for totals in list(self._totals):
-            found.update(totals.copy())
+        for thread in [each for each in list(self._totals) if each is not None and not each.is_alive()]:
+            self._totals[None].update(self._totals.pop(thread))
+        found = sum((totals.copy() for totals in list(self._totals.values())), Counter[str]())
         return {name: found[name] / 1e9 for name in STAGES}
 
     @contextlib.contextmanager

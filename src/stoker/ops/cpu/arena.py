@@ -62,7 +62,8 @@ class Arena:
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
-        rounded = max(1024, 1 << (size - 1).bit_length()) if size < _LARGE else -(-size // 2**18) * 2**18
+        step = 1 << max(10, (size - 1).bit_length() - 3 * (size >= _LARGE))  # few sizes, so that they come again
+        rounded = max(1, -(-size // step)) * step
         try:
             memory = self._idle[rounded].pop()
         except IndexError:

@@ -285,9 +285,9 @@ class CudaLink(QueuedLink):
         while waiting:
             self.streams.wait(stream, waiting.popleft())
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = True) -> None:
         try:
-            super().close()
+            super().close(drain=drain)
         finally:
             for stream in (self.streams.incoming, self.streams.outgoing):
                 self.streams.record(stream).synchronize()  # the memory of the store may be freed

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -144,9 +145,8 @@ class DirectLink:
     def drain(self) -> None:
         """Wait until every writeback has landed."""
 
-    def close(self) -> None:
-        """End threads, after all writebacks have landed."""
-        self.drain()
+    def close(self, *, drain: bool = True) -> None:
+        """End threads; ``drain``: wait until all writebacks have landed, or raise an error."""
 
 
 class Writeback:
@@ -202,13 +202,11 @@ class QueuedLink(DirectLink):
 
     def _enqueue(self, job: Writeback) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="stoker-writeback", daemon=True)
+            given = self._jobs, weakref.ref(self)  # else the thread would keep tables that nothing else refers to
+            self._thread = threading.Thread(target=_land_all, args=given, name="stoker-writeback", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._land(job)
 
     def _land(self, job: Writeback) -> None:
         try:
@@ -257,14 +255,21 @@ class QueuedLink(DirectLink):
                 self._enqueue(job)
         self._wait(2**62)
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = True) -> None:
         try:
-            self.drain()
+            if drain:
+                self.drain()
         finally:
             if self._thread is not None:
                 self._jobs.put(None)
                 self._thread.join()
                 self._thread = None
+
+
+def _land_all(jobs: SimpleQueue[Writeback | None], known: weakref.ref[QueuedLink]) -> None:
+    while (job := jobs.get()) is not None and (link := known()) is not None:
+        link._land(job)
+        del job, link
 
 
 class _Behind(Exception):

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -351,12 +352,11 @@ class SlottedRows(Storage):
                 return
             self._closed = True
             self.forget()
-            try:
+            with ExitStack() as last:
+                last.callback(self.home.close)
+                last.callback(self._link.close, drain=self._broken is None)  # no writeback may run into the store's end
                 if self._broken is None:
                     self.flush()
-                    self._link.close()
-            finally:
-                self.home.close()
 
 
 class Queue:
