@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +62,41 @@ def test_the_logistic_regression_is_that_of_scikit_learn(tmp_path: Path, sequenc
         assert ours["log_loss"] == pytest.approx(log_loss(known, scores), abs=1e-3)
         mean_label = np.full(len(known), labels.mean())
         assert found.figures["average"][split]["log_loss"] == pytest.approx(log_loss(known, mean_label), abs=1e-9)
+
+
+@pytest.mark.parametrize("sequence", [None, {1: 3}])
+def test_trees_see_dense_columns_and_the_single_ids_of_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequence: dict[int, int] | None
+) -> None:
+    data, seen = make_dataset(tmp_path / "data", rows=300, sequence=sequence), []
+
+    class Trees(ModuleType):
+        """LightGBM, which learns the last column of what it is given."""
+
+        early_stopping = staticmethod(lambda rounds, *, verbose: rounds)
+
+        @staticmethod
+        def Dataset(rows: np.ndarray, labels: np.ndarray, **_: object) -> np.ndarray:
+            assert len(rows) == len(labels)
+            seen.append(rows)
+            return rows
+
+        @staticmethod
+        def train(options: object, train: np.ndarray, trees: int, *, valid_sets: list[np.ndarray], **_: object) -> Any:
+            assert train is seen[0]
+            assert valid_sets == [seen[1]]
+            return SimpleNamespace(predict=lambda rows, *, raw_score: rows[:, -1])
+
+    monkeypatch.setitem(sys.modules, "lightgbm", Trees("lightgbm"))
+    found = baseline(data)
+    single = [place for place, feature in enumerate(data.schema.features) if not feature.sequence]
+    for rows, split in zip(seen, (data.train, data.valid), strict=True):
+        (batch,) = split.batches(len(split))
+        ids = np.stack([batch.padded(place, 1).numpy()[:, 0] for place in single], axis=1)
+        order = np.lexsort(rows.T), np.lexsort(np.concatenate([batch.dense.numpy(), ids], axis=1).T)
+        np.testing.assert_array_equal(rows[order[0]], np.concatenate([batch.dense.numpy(), ids], axis=1)[order[1]])
+    assert set(found.figures) == {"average", "logistic regression", "LightGBM"}
+    assert saved_baselines(data) == found
 
 
 def test_baselines_are_stored_with_the_dataset(tmp_path: Path) -> None:

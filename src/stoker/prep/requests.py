@@ -87,11 +87,6 @@ class Ids:
         """Write a file that can be mapped."""
         write_mapped(path, self.table)
 
-    @property
-    def texts(self) -> pl.Series | None:
-        """The known texts; None if values are numbers."""
-        return None if self._texts is None else pl.Series(pl.from_arrow(self._texts))
-
     def find(self, column: pl.Series) -> Array:
         """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
         if not len(self._keys):
