@@ -103,8 +103,9 @@ def test_row_optimizers_of_one_kind_are_refused(folder: Path) -> None:
         register_row_optimizer(Fresh)
     with pytest.raises(ConfigError, match=r"row_optimizer 'adma' is unknown. Choose one of 'sgd'"):
         stoker.TrainConfig(row_optimizer="adma")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"row_optimizer None is unknown. Choose one of 'sgd'"):
-        stoker.TrainConfig(row_optimizer=None)  # type: ignore[arg-type]
+    for other, shown in ((None, "None"), (stoker.SGD(lr=0.1), r"SGD\(.*\)")):
+        with pytest.raises(ConfigError, match=rf"row_optimizer {shown} is unknown. Choose one of 'sgd'"):
+            stoker.TrainConfig(row_optimizer=other)  # type: ignore[arg-type]
 
 
 MODEL = '''

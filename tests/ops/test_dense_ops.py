@@ -225,12 +225,12 @@ def test_idle_memory_of_batches_of_many_sizes_is_a_few_times_the_largest():
 
 def test_arena_returns_memory_only_when_nobody_refers_to_it():
     arena = Arena()
-    first = arena.empty(100, 30)
+    first = arena.empty(1000, 30)
     view = first[3:5].clone(), first[3:5]
     view[1].fill_(7.0)
     address = first.data_ptr()
     del first
-    other = arena.empty(100, 30)
+    other = arena.empty(1000, 30)
     assert other.data_ptr() != address  # the view still needs its memory
     other.fill_(1.0)
     assert view[1].eq(7.0).all()
@@ -240,7 +240,15 @@ def test_arena_returns_memory_only_when_nobody_refers_to_it():
     assert is_foreign(torch.from_numpy(array))
     del array
     assert not is_foreign(torch.zeros(2))
-    assert arena.empty(100, 30).data_ptr() == address
+    assert arena.empty(1000, 30).data_ptr() == address
+
+
+def test_the_gradient_of_a_small_interaction_is_not_copied_for_the_rows():
+    embedded = torch.randn(3, 2, 4, requires_grad=True)
+    seen = []
+    embedded.register_hook(lambda grad: seen.append(is_foreign(grad)))
+    dot_interaction(torch.randn(3, 4), embedded).sum().backward()
+    assert seen == [False]
 
 
 def test_idle_memory_of_an_arena_does_not_grow_with_the_number_of_sizes():

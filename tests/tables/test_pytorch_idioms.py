@@ -356,6 +356,15 @@ def test_a_gradient_that_was_replaced_behind_a_step_inside_backward_is_refused()
         tables(batches(1)[0])
 
 
+def test_a_handle_that_is_replaced_before_a_backward_is_refused_by_the_next_forward() -> None:
+    tables = made()
+    loss = loss_of(tables(batches(1)[0]), 0)
+    tables.handle = nn.Parameter(torch.ones(2, device="meta"))
+    loss.backward()
+    with pytest.raises(stoker.ConfigError, match=r"\(tables.handle\) was replaced"):
+        tables(batches(1)[0])
+
+
 def test_a_state_without_optimizer_state_gives_its_weights() -> None:
     tables, bags = made(optimizer=stoker.Adagrad(lr=0.5)), made()
     loss_of(bags(batches(1)[0]), 0).backward()

@@ -183,8 +183,8 @@ class Settings:
         """Raise ConfigError for a value out of its range."""
         name, value, limits = item.name, getattr(self, item.name), item.metadata
         choices = choices_of(type(self), name)
-        either = limits["choices"] is tuple or is_dataclass(value)  # types of a Literal are checked below
-        if choices and value not in choices and (isinstance(value, str) or not either):
+        named = limits["choices"] is not tuple  # else types are checked below
+        if choices and (named or isinstance(value, str)) and value not in choices:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
         default = default_of(item)
         if type(value) is type(default) and value == default:

@@ -382,7 +382,7 @@ class RowStepper:
         handle, mark = self.handle, self._marked
         if mark is not None and mark is self._published and mark._version == self._version and mark is handle.grad:
             return
-        mark = handle.new_full((2,), _MARK)
+        mark = self.trained.handle.new_full((2,), _MARK)  # which may be another, until a forward refuses it
         self._marked = mark
         self._show(mark)
 
@@ -433,8 +433,8 @@ class RowStepper:
             return
         if (self.deferred or grad._version == self._version) and grad is self._published:  # autograd adds in place
             return
-        # Cleared, put back by the loop, or averaged over ranks by DistributedDataParallel.
-        if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]) or _several_processes():
+        # Averaged over ranks by DistributedDataParallel (asked first: tolist() waits for a GPU), cleared, or put back.
+        if _several_processes() or grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):
             return
         self.trained.handle.grad = self._published = None
         raise ConfigError(
