@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
-from stoker.ops.cpu.arena import Arena, borrowed, flat
+from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.space import HAVE_NUMBA, HAVE_TRITON
 
 _MOST = 64  # vectors of an example for the kernels of a GPU
@@ -61,7 +61,7 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
     threads = torch.get_num_threads()
     interaction_gradient_kernel(dim).run(
         flat(dense), flat(embedded), flat(grad.to(torch.float32).contiguous()), grad.shape[1], flat(grad_dense),
-        borrowed(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
+        flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
         np.empty((threads, (features + 1) * dim), np.float32), threads=threads,
     )  # fmt: skip
     return grad_dense, grad_embedded.as_strided((batch, features, dim), (dim, stride, 1))
