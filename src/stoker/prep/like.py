@@ -133,7 +133,7 @@ class Like:
         self.notations: dict[str, str] = self._read_notations() if as_typed else manifest[NOTATION]
         notation = notation_by_column(self.schema, self.notations, self.fitted_tables, as_typed=as_typed)
         self.schema = replace(self.schema, notation=notation)
-        self.recipe = recipe if recipe is not None else self._found(named, preset)
+        self.recipe = recipe if recipe is not None else self._found(self.schema, named, preset)
 
     @property
     def times(self) -> list[Any]:
@@ -160,11 +160,11 @@ class Like:
             'rows, or pass history="ignore" (--history ignore) if they should start empty.'
         )
 
-    def _found(self, name: str, preset: str) -> Recipe:
+    def _found(self, schema: Schema, name: str, preset: str) -> Recipe:
         from stoker.prep import recipes
 
         if preset == OWN_SCHEMA:
-            schema = self.schema  # a cycle would keep the dataset, also one in memory, until Python looks for cycles
+            # A cycle with ``self`` would keep the dataset, also one in memory, until Python looks for cycles.
             return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: schema})
         if name not in recipes.names():
             raise DataError(
