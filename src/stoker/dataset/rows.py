@@ -155,10 +155,8 @@ class SplitRows:
             found = (shard.dense.shape[1], ids.shape[1] if ids is not None and ids.ndim == 2 else 0)
             if found != columns or shard.ids.dtype != shards[0].ids.dtype:
                 raise DataError(
-                    f"{shard.path} has {found[0]} dense columns and {found[1]} features of "
-                    f"{shard.ids.dtype.name}, the "
-                    f"manifest {columns[0]} and {columns[1]} of {shards[0].ids.dtype.name}. Prepare the "
-                    "dataset again."
+                    f"{shard.path} has {found[0]} dense columns and {found[1]} features of {shard.ids.dtype.name}, the "
+                    f"manifest {columns[0]} and {columns[1]} of {shards[0].ids.dtype.name}. Prepare the dataset again."
                 )
         return shards
 

@@ -164,8 +164,7 @@ class Like:
         from stoker.prep import recipes
 
         if preset == OWN_SCHEMA:
-            # A cycle with ``self`` would keep the dataset, also one in memory, until Python looks for cycles.
-            return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: schema})
+            return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: schema})  # self: a cycle
         if name not in recipes.names():
             raise DataError(
                 f"{self.data.path} was made by the recipe {name!r}, which is none of Stoker's. Pass the recipe in "

@@ -84,8 +84,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.version: Mapping[str, Any] = {}
         self.lock = threading.RLock()  # held while rows are encoded and scored
-        #: returns what is called with a new checkpoint, before the lock is taken; what that returns is called when the
-        #: model is new
+        #: gives what is called with a new checkpoint, without the lock; what that returns is called with the new model
         self.beside: Callable[[], Callable[[Path, RowEncoder], Callable[[], None]] | None] = lambda: None
         self._follower: _Followed | None = None
         #: the checkpoint of the model, with its manifest; None of an export and of a model in memory

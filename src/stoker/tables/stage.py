@@ -151,11 +151,8 @@ class Stage(Generic[Item]):
         def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
             return lambda batch: storage.distinct(*own._split(batch)[index]).rows
 
-        sources = [
-            (rows(index, storage), storage.num_rows, storage.home.directory)
-            for index, storage in self._groups
-            if _keeps(storage)
-        ]
+        kept = [(index, storage) for index, storage in self._groups if _keeps(storage)]
+        sources = [(rows(index, storage), storage.num_rows, storage.home.directory) for index, storage in kept]
         return EpochLookahead(stream, sources, progress, lambda: own._leaving or own.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
