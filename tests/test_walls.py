@@ -24,7 +24,7 @@ LAYERS = {
 LINES = {
     "base": 2_388,
     "ops": 7_152,
-    "dataset": 3_086,
+    "dataset": 3_091,
     "optim": 607,
     "tables": 13_404,
     "models": 1_960,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_517
+ALL_LINES = 66_524
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
