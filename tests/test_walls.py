@@ -29,7 +29,7 @@ LINES = {
     "tables": 13_404,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_132,
+    "training": 11_138,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_524
+ALL_LINES = 66_530
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
