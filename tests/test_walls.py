@@ -16,7 +16,7 @@ from stoker.ops.codegen.jit import USED
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
-    "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
+    "base": 0, "ops": 1, "dataset": 3_091, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 11_138,
     "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "distributed": 10, "testing": 10,
     "__init__": 11, "__main__": 11,
 }  # fmt: skip
@@ -24,12 +24,12 @@ LAYERS = {
 LINES = {
     "base": 2_388,
     "ops": 7_153,
-    "dataset": 3_086,
+    "dataset": 3_091,
     "optim": 607,
     "tables": 13_409,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_132,
+    "training": 11_138,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_520
+ALL_LINES = 66_533
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

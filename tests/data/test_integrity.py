@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
 from stoker.base.files import hash_json
+from stoker.dataset import rows
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.dataset.shards import Shard, write_shard
@@ -109,6 +110,19 @@ def test_the_message_has_both_checksums_the_rows_and_the_remedy(path: Path) -> N
     assert text.startswith(str(file))
     for part in (found[:16], entry["sha256"][:16], "Rows 150 to 299 of split train", "stoker prepare", "--overwrite"):
         assert part in text
+
+
+def test_what_is_known_of_shards_does_not_grow_with_the_number_of_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_KNOWN", 4)
+    monkeypatch.setattr(rows, "_checked", set())
+    for number in range(3):  # three shards each
+        data = make_dataset(tmp_path / str(number), rows=500, shard_rows=SHARD)
+        assert len(list(data.train.batches(50, seed=1))) == 8
+        assert 0 < len(rows._checked) <= 4
+        rows.note_checked(data.train.shards[0].path, "0", (number,))
+        assert 0 < len(rows._checked) <= 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -194,6 +194,20 @@ def test_it_goes_with_what_refers_to_it(tmp_path: Path) -> None:
         stoker.Dataset(place)
 
 
+def test_rows_prepared_like_it_do_not_keep_it(tmp_path: Path) -> None:
+    held = stoker.prepare(schema(), source := table(tmp_path / "rows.parquet", 100))
+    place = held.path
+    gc.collect()
+    gc.disable()  # its files and the memory of its rows go with the last reference, not some time later
+    try:
+        new = stoker.prepare(files=source, like=held)
+        del held
+        assert not place.exists()
+    finally:
+        gc.enable()
+    assert new.verify()
+
+
 @pytest.mark.slow
 def test_a_preparation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +216,20 @@ def test_a_run_that_is_updated_while_it_is_opened(run: Path, tmp_path: Path, mon
             with pytest.raises(stoker.CheckpointError, match="was replaced while it was read"):
                 stoker.Retriever(run, follow=follow)
             stoker.rollback(run)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("kind", [stoker.Scorer, stoker.Retriever])
+def test_the_model_goes_with_the_last_reference(kind: Any, follow: bool, run: Path) -> None:
+    made = kind(run, follow=follow)
+    made.poll()
+    alive = weakref.ref(made), weakref.ref(made.model)
+    gc.disable()  # so that no cycle is found
+    try:
+        del made
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

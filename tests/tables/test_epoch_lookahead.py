@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -215,6 +217,21 @@ def test_each_epoch_is_recorded_once_and_its_file_goes(background: bool, monkeyp
     assert all(one._file.closed for one in opened)
     assert ("reading ids of the epoch", 3, 3) in seen
     assert ("linking next uses", 1, 1) in seen
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_rows_go_with_the_last_reference_to_their_tables(background: bool) -> None:
+    """A notebook that trains again and again would have the rows of all its runs otherwise."""
+    stream, tables = Counted(some_batches(4)), one_table()
+    storage = weakref.ref(tables.groups[0].storage)
+    for batch in stoker.stage(stream, tables, background=background, epoch_lookahead=True):
+        tables(batch.ids).sum().backward()
+    gc.disable()  # so that no cycle is found
+    try:
+        del tables
+        assert storage() is None
+    finally:
+        gc.enable()
 
 
 def test_a_recording_can_be_given_up() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
@@ -120,6 +122,18 @@ def test_a_loaded_run_scores_by_shards(data: Dataset, tmp_path: Path) -> None:
     assert torch.equal(*scores)
     whole = stoker.load(run(data, tmp_path / "whole", "dlrm", shards=1, **wide)).model
     assert whole.by_shards is None
+
+
+def test_rows_go_with_the_last_reference_to_the_model(data: Dataset) -> None:
+    model = make("dlrm", 2, data.schema)
+    ShardedLoss(model)(batch_of(data, 20)).backward()
+    storage = weakref.ref(model.embeddings.groups[0].storage)
+    gc.disable()  # so that no cycle is found
+    try:
+        del model
+        assert storage() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from stoker.dataset.spec import FeatureSpec
 _IDS = 2**20  # ids of a chunk
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
 
+_KNOWN = 2**15  # shards: a process that prepares rows for months writes any number
 _checked: set[Hashable] = set()  # shards that this process has checked: file, checksum, sizes of the tables
 
 
@@ -154,10 +155,8 @@ class SplitRows:
             found = (shard.dense.shape[1], ids.shape[1] if ids is not None and ids.ndim == 2 else 0)
             if found != columns or shard.ids.dtype != shards[0].ids.dtype:
                 raise DataError(
-                    f"{shard.path} has {found[0]} dense columns and {found[1]} features of "
-                    f"{shard.ids.dtype.name}, the "
-                    f"manifest {columns[0]} and {columns[1]} of {shards[0].ids.dtype.name}. Prepare the "
-                    "dataset again."
+                    f"{shard.path} has {found[0]} dense columns and {found[1]} features of {shard.ids.dtype.name}, the "
+                    f"manifest {columns[0]} and {columns[1]} of {shards[0].ids.dtype.name}. Prepare the dataset again."
                 )
         return shards
 
@@ -224,7 +223,7 @@ class SplitRows:
                 f"{entry['sha256'][:16]}. {affected} {remedy}"
             )
         _check_ids(shard, self.schema)
-        _checked.add(self._check_key(number))
+        _note(self._check_key(number))
         return size
 
     def will_need(self, start: int, stop: int) -> None:
@@ -239,7 +238,13 @@ class SplitRows:
 def note_checked(path: Path, sha256: str, sizes: Sequence[int]) -> None:
     """Record that a shard is good: this process has just written it, with ids below ``sizes`` [F]."""
     with path.open("rb") as file:
-        _checked.add((file_identity(file), sha256, tuple(sizes)))
+        _note((file_identity(file), sha256, tuple(sizes)))
+
+
+def _note(key: Hashable) -> None:
+    if len(_checked) >= _KNOWN:
+        _checked.clear()
+    _checked.add(key)
 
 
 def _check_ids(shard: Shard, schema: FeatureSpec) -> None:

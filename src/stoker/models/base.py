@@ -181,7 +181,7 @@ class RecModel(nn.Module, ABC):
         #: "bpr", or one that the model alone has. It is not part of the model.
         self.objective = "bce"
         self._compiled: Callable[..., Tensor] | None = None
-        self.by_shards: Callable[[Batch], Tensor] | None = None  # logits, in a run with logical shards
+        self.by_shards: Callable[[RecModel, Batch], Tensor] | None = None  # logits, in a run with logical shards
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
@@ -234,7 +234,7 @@ class RecModel(nn.Module, ABC):
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
         if self.by_shards is not None and not torch.is_grad_enabled():
-            return self.by_shards(batch)
+            return self.by_shards(self, batch)
         inputs = self.inputs(batch)
         # Evaluation is not compiled: each of its batch sizes would be compiled, and its numbers should be those of a
         # model loaded from a checkpoint.

@@ -108,7 +108,6 @@ class Like:
                 f"{path} does not say how it was prepared ({type(error).__name__}: {error}), so nothing can be "
                 "prepared like it. Take a dataset that stoker prepare made."
             ) from error
-        self.recipe = recipe if recipe is not None else self._found(named, preset)
         hashed = {column.table_name for column in self.schema.features if column.hash_buckets is not None}
         if moved := sorted(hashed & (self.data.reordered or {"tables": {}})["tables"].keys()):
             raise DataError(
@@ -134,6 +133,7 @@ class Like:
         self.notations: dict[str, str] = self._read_notations() if as_typed else manifest[NOTATION]
         notation = notation_by_column(self.schema, self.notations, self.fitted_tables, as_typed=as_typed)
         self.schema = replace(self.schema, notation=notation)
+        self.recipe = recipe if recipe is not None else self._found(self.schema, named, preset)
 
     @property
     def times(self) -> list[Any]:
@@ -160,11 +160,11 @@ class Like:
             'rows, or pass history="ignore" (--history ignore) if they should start empty.'
         )
 
-    def _found(self, name: str, preset: str) -> Recipe:
+    def _found(self, schema: Schema, name: str, preset: str) -> Recipe:
         from stoker.prep import recipes
 
         if preset == OWN_SCHEMA:
-            return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: self.schema})
+            return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: schema})  # self: a cycle
         if name not in recipes.names():
             raise DataError(
                 f"{self.data.path} was made by the recipe {name!r}, which is none of Stoker's. Pass the recipe in "

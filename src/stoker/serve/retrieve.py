@@ -5,6 +5,7 @@ Legend: n items, m users, W columns of a vector.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ class Retriever:
             path, manifest = self.scorer.checkpoint
             with reading(path, manifest):  # else these are not the items of the model
                 self._prepare(path, encoder)()
-            self.scorer.beside = self._prepare
+            self.scorer.beside = weakref.WeakMethod(self._prepare)  # a cycle would keep rows and vectors
         self._build()
         own = encoder.columns_of(self.model.item)
         self._of_item = [name for name in encoder.columns if name in own]

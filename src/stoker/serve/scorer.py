@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -83,8 +84,8 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.version: Mapping[str, Any] = {}
         self.lock = threading.RLock()  # held while rows are encoded and scored
-        #: called with a new checkpoint, before the lock is taken; what it returns is called when the model is new
-        self.beside: Callable[[Path, RowEncoder], Callable[[], None]] | None = None
+        #: gives what is called with a new checkpoint, without the lock; what that returns is called with the new model
+        self.beside: Callable[[], Callable[[Path, RowEncoder], Callable[[], None]] | None] = lambda: None
         self._follower: _Followed | None = None
         #: the checkpoint of the model, with its manifest; None of an export and of a model in memory
         self.checkpoint: tuple[Path, Mapping[str, Any]] | None = None
@@ -194,7 +195,7 @@ class _Followed(Follower):
     """The model of a run, with the encoder of its rows; both change at once."""
 
     def __init__(self, scorer: Scorer, run: str | Path, data: Dataset | str | Path | None, **settings: Any) -> None:
-        self._scorer, self._data = scorer, data
+        self._scorer, self._data = weakref.proxy(scorer), data  # a cycle would keep the rows
         self._last: dict[str, Any] = {}  # of the last two models: a roll-back is quick
         super().__init__(run, **settings)
 
@@ -205,7 +206,7 @@ class _Followed(Follower):
             spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
             self._last[key] = _encoder(newest_rows(path, _REMEDY, self._data), spec, known), version_of(manifest)
         self._last = {each: self._last[each] for each in [*self._last][-2:] if each != key} | {key: self._last[key]}
-        beside = self._scorer.beside
+        beside = self._scorer.beside()
         return (*self._last[key], None if beside is None else beside(path, self._last[key][0]))
 
     def after_change(self, made: Any) -> None:

@@ -22,6 +22,7 @@ import itertools
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,15 +146,14 @@ class Stage(Generic[Item]):
                 "epoch_lookahead out."
             )
 
-        def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
-            return lambda batch: storage.distinct(*self._split(batch)[index]).rows
+        own = weakref.proxy(self)  # a cycle would keep the tables until Python looks for cycles
 
-        sources = [
-            (rows(index, storage), storage.num_rows, storage.home.directory)
-            for index, storage in self._groups
-            if _keeps(storage)
-        ]
-        return EpochLookahead(stream, sources, progress, lambda: self._leaving or self.hurry())
+        def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
+            return lambda batch: storage.distinct(*own._split(batch)[index]).rows
+
+        kept = [(index, storage) for index, storage in self._groups if _keeps(storage)]
+        sources = [(rows(index, storage), storage.num_rows, storage.home.directory) for index, storage in kept]
+        return EpochLookahead(stream, sources, progress, lambda: own._leaving or own.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
         """Return the lookups of each group in a batch."""

@@ -31,7 +31,7 @@ from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.ranks.share import Share, share_of, whole_of
-from stoker.tables.ranks.transport import checksum
+from stoker.tables.ranks.transport import Ranks, checksum
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sums import Alike, Sums, add_over_ranks, moves_of_ranks
 from stoker.training.ranks.together import Compute, Together, bits_of_products, compute_part
@@ -241,8 +241,7 @@ class ShardedLoss:
                 "Define dense_part and inputs only, or take shards=1.",
                 settings=("shards", "model"),
             )
-        self.model, ranks = model, model.embeddings.ranks
-        self.ranks = None if ranks is None or ranks.means else ranks  # each has its shards of the same batch
+        self.model, self.ranks = model, _ranks_of(model)
         self.note: Callable[[], int] = lambda: 0  # what this rank says to the others in a step
         self.hear: Callable[[list[int]], None] = lambda notes: None  # called with what all of them say
         self.parameters: list[nn.Parameter] = model.dense_parameters()
@@ -253,7 +252,7 @@ class ShardedLoss:
             )  # fmt: skip
         self._steps = 0
         self._together = Together(model)
-        model.by_shards = self.logits
+        model.by_shards = _logits  # no method: a cycle would keep the rows until Python looks for cycles
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the loss of a batch; its ``backward`` also updates the rows."""
@@ -265,7 +264,7 @@ class ShardedLoss:
             )  # fmt: skip
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
-        batch, inputs = self._inputs(batch.to(model.device))
+        batch, inputs = _inputs(model, batch.to(model.device))
         for each in inputs:
             if len(each) != len(batch):
                 raise ConfigError(
@@ -282,7 +281,7 @@ class ShardedLoss:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the loss, and the gradients of inputs and parameters."""
         assert batch.labels is not None
-        model, labels, shards, count = self.model, batch.labels, self._shards(batch), len(whole_of(batch))
+        model, labels, shards, count = self.model, batch.labels, _shards(self.model, batch), len(whole_of(batch))
         tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
         slices = [_InputGradient(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
@@ -302,7 +301,7 @@ class ShardedLoss:
             tree.add(node, Sums(found.loss, _own_memory(found.parameters)))
 
         nodes = self._together.nodes(shards, inputs, part)
-        self._run(lambda index: work(nodes[index]), len(nodes))
+        _run(model, lambda index: work(nodes[index]), len(nodes))
         # Another thread may have drawn, such as one that reads data.
         if not all(map(torch.equal, drawn, generator_states(model.device))) and self._draws(
             shards, inputs, labels, part
@@ -358,49 +357,56 @@ class ShardedLoss:
         rows, values = (_checksum(x for x in each if x is not None) for each in (given, state))
         return Alike(batch.step, rows, values, ways)
 
-    @torch.no_grad()
-    def logits(self, batch: Batch) -> Tensor:
-        """Return the logits [B] of the whole batch, without gradients."""
-        model = self.model
-        batch, inputs = self._inputs(batch)
-        shards = self._shards(batch)
-        found: list[Tensor] = [inputs[0].new_empty(0)] * (len(shards.bounds) - 1)
-        around = _autocast(model.device.type)
 
-        def work(index: int) -> None:
-            start, stop = shards.bounds[index : index + 2]
-            if start < stop:
-                with torch.no_grad(), around():
-                    own = tuple(_aligned(each[start:stop]) for each in inputs)
-                    found[index] = model._logits(model.dense_part, own)
+@torch.no_grad()
+def _logits(model: RecModel, batch: Batch) -> Tensor:
+    """Return the logits [B] of the whole batch, without gradients."""
+    batch, inputs = _inputs(model, batch)
+    shards = _shards(model, batch)
+    found: list[Tensor] = [inputs[0].new_empty(0)] * (len(shards.bounds) - 1)
+    around = _autocast(model.device.type)
 
-        self._run(work, len(found))
-        mine = torch.cat(found)
-        return mine if self.ranks is None else torch.cat(self.ranks.gather("gather logits", mine))
+    def work(index: int) -> None:
+        start, stop = shards.bounds[index : index + 2]
+        if start < stop:
+            with torch.no_grad(), around():
+                own = tuple(_aligned(each[start:stop]) for each in inputs)
+                found[index] = model._logits(model.dense_part, own)
 
-    def _inputs(self, batch: Batch) -> tuple[Batch, tuple[Tensor, ...]]:
-        """Return the examples of this rank, and the inputs of the dense part."""
-        model, ranks = self.model, self.ranks
-        if ranks is None:
-            return batch, model.inputs(batch)
-        batch = share_of(batch, ranks, model.embeddings.shards)
-        model.embeddings.share = batch
-        try:
-            return batch, model.inputs(batch)
-        finally:
-            model.embeddings.share = None
+    _run(model, work, len(found))
+    mine = torch.cat(found)
+    return mine if (ranks := _ranks_of(model)) is None else torch.cat(ranks.gather("gather logits", mine))
 
-    def _shards(self, batch: Batch) -> Shards:
-        if isinstance(batch, Share):
-            return batch.shards
-        return self.model.embeddings.shards_of(len(batch)) or Shards.of(len(batch), 1)
 
-    def _run(self, work: Callable[[int], None], count: int) -> None:
-        if self.model.device.type == "cpu":
-            each_on_one_thread(work, range(count))
-        else:
-            for index in range(count):
-                work(index)
+def _ranks_of(model: RecModel) -> Ranks | None:
+    """Return the ranks that each have shards of the same batch."""
+    ranks = model.embeddings.ranks
+    return None if ranks is None or ranks.means else ranks
+
+
+def _inputs(model: RecModel, batch: Batch) -> tuple[Batch, tuple[Tensor, ...]]:
+    """Return the examples of this rank, and the inputs of the dense part."""
+    if (ranks := _ranks_of(model)) is None:
+        return batch, model.inputs(batch)
+    batch = share_of(batch, ranks, model.embeddings.shards)
+    model.embeddings.share = batch
+    try:
+        return batch, model.inputs(batch)
+    finally:
+        model.embeddings.share = None
+
+
+def _shards(model: RecModel, batch: Batch) -> Shards:
+    known = batch.shards if isinstance(batch, Share) else model.embeddings.shards_of(len(batch))
+    return known or Shards.of(len(batch), 1)
+
+
+def _run(model: RecModel, work: Callable[[int], None], count: int) -> None:
+    if model.device.type == "cpu":
+        each_on_one_thread(work, range(count))
+    else:
+        for index in range(count):
+            work(index)
 
 
 class _Draws(TorchDispatchMode):
