@@ -22,14 +22,14 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_388,
+    "base": 2_389,
     "ops": 7_153,
     "dataset": 3_091,
     "optim": 607,
     "tables": 13_409,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_138,
+    "training": 11_139,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,

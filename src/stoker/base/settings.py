@@ -183,7 +183,8 @@ class Settings:
         """Raise ConfigError for a value out of its range."""
         name, value, limits = item.name, getattr(self, item.name), item.metadata
         choices = choices_of(type(self), name)
-        named = limits["choices"] is not tuple  # else types are checked below
+        plain = item.type == "str" and is_dataclass(value)  # an object that a name stands for
+        named = limits["choices"] is not tuple and not plain  # else types are checked below
         if choices and (named or isinstance(value, str)) and value not in choices:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
         default = default_of(item)

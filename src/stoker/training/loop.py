@@ -219,8 +219,7 @@ def count_step(state: TrainState, examples: int, loss: Tensor) -> None:
         with clock.paused():
             _record(state, regular=regular)
     if clock.total["steps"] == _WARM:
-        with clock.paused():  # brings the totals up to date
-            clock.mark("warm", "rate")
+        clock.mark_now("warm", "rate")
 
 
 def after_step(state: TrainState) -> None:

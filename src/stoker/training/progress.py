@@ -115,6 +115,11 @@ class Clock:
         """Set these marks, from which :meth:`since` counts."""
         self._marks |= {name: dict(self.total) for name in names}
 
+    def mark_now(self, *names: str) -> None:
+        """Set these marks, with the time up to now."""
+        with self.paused():
+            self.mark(*names)
+
     def since(self, name: str) -> dict[str, float]:
         """Return what was counted since a mark; everything if the mark was never set."""
         mark = self._marks.get(name, {})
