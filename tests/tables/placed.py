@@ -102,8 +102,9 @@ class SlowLink(QueuedLink):
         while self.on_the_way:
             self.land(self.on_the_way[int(self.random.integers(len(self.on_the_way)))][0])
 
-    def close(self):
-        self.drain()
+    def close(self, *, drain=True):
+        if drain:
+            self.drain()
 
 
 @dataclass
