@@ -104,3 +104,11 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield fs
     fsspec.filesystem("s3").clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture
+def no_cycle_is_found() -> Iterator[None]:
+    """Let objects go by counted references alone."""
+    gc.disable()
+    yield
+    gc.enable()

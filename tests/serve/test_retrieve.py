@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -220,16 +219,13 @@ def test_a_run_that_is_updated_while_it_is_opened(run: Path, tmp_path: Path, mon
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("kind", [stoker.Scorer, stoker.Retriever])
+@pytest.mark.usefixtures("no_cycle_is_found")
 def test_the_model_goes_with_the_last_reference(kind: Any, follow: bool, run: Path) -> None:
     made = kind(run, follow=follow)
     made.poll()
     alive = weakref.ref(made), weakref.ref(made.model)
-    gc.disable()  # so that no cycle is found
-    try:
-        del made
-        assert [each() for each in alive] == [None, None]
-    finally:
-        gc.enable()
+    del made
+    assert [each() for each in alive] == [None, None]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import threading
 import weakref
@@ -220,18 +219,15 @@ def test_each_epoch_is_recorded_once_and_its_file_goes(background: bool, monkeyp
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.usefixtures("no_cycle_is_found")
 def test_rows_go_with_the_last_reference_to_their_tables(background: bool) -> None:
     """A notebook that trains again and again would have the rows of all its runs otherwise."""
     stream, tables = Counted(some_batches(4)), one_table()
     storage = weakref.ref(tables.groups[0].storage)
     for batch in stoker.stage(stream, tables, background=background, epoch_lookahead=True):
         tables(batch.ids).sum().backward()
-    gc.disable()  # so that no cycle is found
-    try:
-        del tables
-        assert storage() is None
-    finally:
-        gc.enable()
+    del tables
+    assert storage() is None
 
 
 def test_a_recording_can_be_given_up() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
 import weakref
@@ -382,17 +381,14 @@ def test_copies_know_the_raw_ids_that_wait(copied: Any) -> None:
     assert (5 in other.raw_ids("item").tolist(), 5 in made.raw_ids("item").tolist()) == (True, False)
 
 
+@pytest.mark.usefixtures("no_cycle_is_found")
 def test_rows_go_with_the_last_reference_to_their_tables() -> None:
     """A process that updates a run every night would have the rows of many nights otherwise, in memory or in files."""
     made = make(Grow())
     made(torch.tensor([[5]])).sum().backward()
     storage = weakref.ref(made.groups[0].storage)
-    gc.disable()  # so that no cycle is found
-    try:
-        del made
-        assert storage() is None
-    finally:
-        gc.enable()
+    del made
+    assert storage() is None
 
 
 def test_a_gradient_of_a_row_that_has_another_raw_id_now_is_refused() -> None:

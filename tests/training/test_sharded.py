@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -124,16 +123,13 @@ def test_a_loaded_run_scores_by_shards(data: Dataset, tmp_path: Path) -> None:
     assert whole.by_shards is None
 
 
+@pytest.mark.usefixtures("no_cycle_is_found")
 def test_rows_go_with_the_last_reference_to_the_model(data: Dataset) -> None:
     model = make("dlrm", 2, data.schema)
     ShardedLoss(model)(batch_of(data, 20)).backward()
     storage = weakref.ref(model.embeddings.groups[0].storage)
-    gc.disable()  # so that no cycle is found
-    try:
-        del model
-        assert storage() is None
-    finally:
-        gc.enable()
+    del model
+    assert storage() is None
 
 
 @pytest.mark.slow
