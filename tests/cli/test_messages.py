@@ -20,6 +20,7 @@ from calling import SMALL, call, output
 from stoker import cli as command_line
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import seal
+from stoker.base.progress import Bars
 from stoker.cli.options import interruption, message_of
 from stoker.cli.options import say as print_line
 from stoker.dataset.dataset import Dataset
@@ -376,6 +377,40 @@ def test_checkpoints_without_manifests_are_damaged_not_missing(run: Path, tmp_pa
     assert "has no checkpoint yet; starting from the beginning" in say("train", "--resume", broken, "--steps", 1)[2]
 
 
+def test_a_path_with_the_name_of_an_option_is_a_path(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(data.path)
+    for command in (("predict", "data", "--out", "scores.csv"), ("rollback", "data"), ("update", "data", "new.csv")):
+        code, _, err = say(*command)
+        assert code == 2
+        assert err.startswith("error: data is a dataset, not a run"), err
+
+
+@pytest.mark.parametrize("out", [".", "/"])
+def test_a_directory_without_a_name_is_no_output(
+    data: Dataset, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Any, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.csv").write_text("label,user\n1,a\n0,b\n")
+    for command, message in (
+        (("prepare", "auto", "log.csv", "--out", out), "Name a directory in it."),
+        (("synthetic", "criteo", "--rows", 10, "--out", out), "is a directory. Name a file in it"),
+        (("predict", run, "--out", out), f"Choose for example {Path(out) / 'scores.parquet'}."),
+        (("compare", run, run, "--page", out), f"Choose for example {Path(out) / 'report.html'}."),
+        (("compare", run, run, "--plot", out), f"Choose for example {Path(out) / 'plot.png'}."),
+        (("export", run, out), "Choose another"),
+    ):
+        code, _, err = say(*command)
+        assert code == 2, err
+        assert message in err
+    assert say("synthetic", "movielens", "--rows", 10, "--out", ".")[0] == 0
+    assert [
+        path.name for path in tmp_path.iterdir() if path.name not in ("ratings.dat", "users.dat", "movies.dat")
+    ] == ["log.csv"]
+
+
 @pytest.mark.slow
 def test_a_moved_dataset_has_a_remedy(run: Path, tmp_path: Path, say: Any) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
@@ -388,7 +423,7 @@ def test_a_moved_dataset_has_a_remedy(run: Path, tmp_path: Path, say: Any) -> No
     for command in ("evaluate", "verify", "trace"):
         code, _, err = say(command, moved)
         assert code == 2
-        assert "--data DATASET" in err, command
+        assert "If it was moved: name it with --data DATASET" in err, command
     assert say("train", config["dataset"], "--resume", moved, "--epochs", 3)[0] == 0
 
 
@@ -586,3 +621,18 @@ def test_a_terminal_breaks_lines_between_words(
         assert capsys.readouterr().out == line + "\n"
     monkeypatch.setenv("COLUMNS", "0")
     print_line("no width is known")  # Rich prints nothing, but nothing fails
+
+
+def test_lines_are_printed_above_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Next to a bar they would be erased with it, in part, and leave copies of bars behind."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    with Bars(quiet=False, at_once=True) as bars:
+        bars("a stage", 1, 2)
+        print_line("a line of text", "dim", error=True)
+        print_line("a result")
+    out, err = capsys.readouterr()
+    before, _, _ = err.partition("a line of text")
+    assert "a stage" in before
+    assert before.removesuffix("\x1b[2m").endswith("\x1b[2K")
+    assert out == "a result\n"

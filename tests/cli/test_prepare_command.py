@@ -79,6 +79,7 @@ def test_errors_reach_the_caller_as_stoker_errors(log: Path) -> None:
         ((log / "shop.toml", log / "log.csv"), "add --out"),
         ((log / "log.csv", "--out", log / "o"), "For a log of your own draft a schema, stoker init LOG"),
         ((log / "shop.toml",), "needs a recipe and files"),
+        (("--like", log), "with --like only files"),
         (("critoe", log / "log.csv", "--out", log / "o"), "Did you mean 'criteo'"),
         ((log / "shop.toml", log / "log.csv", "--out", log / "o", "--strict"), r"log.csv:22: column price"),
         ((log / "shop.toml", log / "log.csv", "--out", log / "o", "--max-bad", "lots"), "not a number"),

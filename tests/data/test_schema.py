@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def minimal(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError, match=f"(?s)^shop.toml.*{message}"):
+    with pytest.raises(SchemaError, match=f"(?s)^shop.toml.*{message}") as caught:
         Schema.from_dict(values, where="shop.toml")
+    assert not re.search(r"(\b\w+): \1: ", str(caught.value))
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Bu
     try:
         return cls(**built)
     except SchemaError as error:
-        raise SchemaError(f"{where}: {error}") from None
+        raise SchemaError(f"{where}: {str(error).removeprefix(where.rpartition(': ')[2] + ': ')}") from None
 
 
 def _value(hint: Any, value: Any, where: str, key: str, build: Build | None) -> Any:

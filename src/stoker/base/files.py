@@ -120,7 +120,7 @@ def check_target(path: str | Path) -> None:
     """Raise an error before the work if :func:`atomic_file` could not write its result."""
     refuse_url(path, Path(path).name)
     path = Path(path)
-    place = next(parent for parent in path.absolute().parents if parent.exists())
+    place = next(each for each in (*path.absolute().parents, path) if each.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot be written: {place} is not a writable directory. Choose another place.")
 

@@ -87,7 +87,7 @@ class Shown(ABC):
 def check_plot(path: Path) -> None:
     """Refuse a picture that :class:`Plotted` cannot write, before anything is measured."""
     if path.suffix != ".png":
-        raise ConfigError(f"{path} does not end in .png. Choose for example {path.with_suffix('.png')}.")
+        raise ConfigError(f"{path} does not end in .png. Choose for example {path.parent / 'plot.png'}.")
     require("matplotlib", "the picture needs")
 
 

@@ -284,7 +284,7 @@ def _noting_interrupts() -> Iterator[list[int]]:
 
 
 def _options(arguments: list[str]) -> dict[str, str]:
-    """Return the option for each parameter of the called command, by the name that the user typed."""
+    """Return the options of the called command by parameter, as typed; none for a parameter that names a value, too."""
     name = next((argument for argument in arguments if argument in COMMANDS), None)
     if name is None:
         return {}
@@ -294,7 +294,7 @@ def _options(arguments: list[str]) -> dict[str, str]:
     return {
         p.name: next((name for name in p.opts if name in typed), p.opts[0])
         for p in command.params
-        if p.param_type_name == "option"
+        if p.param_type_name == "option" and p.name not in arguments
     }
 
 

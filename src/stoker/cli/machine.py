@@ -37,7 +37,8 @@ _PACKAGES = {
 # What extras install -> what it is for.
 _EXTRAS = {
     "tensorboard": "TensorBoard events", "yaml": "schemas in YAML", "zstandard": ".zst files", "matplotlib": "pictures",
-    "fsspec": "files at URLs", "networkit": "reordering by communities",
+    "fsspec": "files at URLs", "networkit": "reordering by communities", "prometheus_client": "scores over HTTP",
+    "usearch": "approximate retrieval", "confluent_kafka": "logs from Kafka",
 }  # fmt: skip
 # The model of the trial: Criteo's columns, with tables beyond the caches of a processor.
 _TRIAL_TABLES, _TRIAL_ROWS, _TRIAL_DIM, _TRIAL_BATCH = 26, 100_000, 16, 2048
@@ -53,8 +54,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         ``advice`` (what would help), each with its remedy, and the findings by topic.
     """
     packages = {name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}
-    gpus, compiler, folder = _gpus(), _compiler(), _folder()
-    problems, advice = [], []
+    gpus, compiler, folder, problems, advice = _gpus(), _compiler(), _folder(), [], []
     for name, use in _PACKAGES.items():
         if packages[name] is None and not use:
             problems.append(f"{name} is missing. Install it with: pip install {name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import partial
@@ -279,9 +280,10 @@ def say(text: str, style: str = "", *, error: bool = False) -> None:
     # Not is_terminal, which FORCE_COLOR makes true of a pipe. COLUMNS may be 0.
     if console.file.isatty() and not _COMMAND.search(text):
         whole: Any = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
-        width = console.width or 80
-        text = "\n".join(line for each in text.split("\n") for line in wrap(each, width, **whole) or [""])
-    console.print(Text(text, style=style), soft_wrap=True)
+        text = "\n".join(line for each in text.split("\n") for line in wrap(each, console.width or 80, **whole) or [""])
+    with console.capture() as line:
+        console.print(Text(text, style=style), soft_wrap=True)
+    print(line.get(), end="", file=sys.stderr if error else console.file, flush=True)  # stderr is Rich's, above bars
 
 
 class _Cells(Formatter):

@@ -192,14 +192,12 @@ def prepare(
 
         named = not Path(recipe).exists() and recipe in recipes.names()
         if named or Path(recipe).suffix.lower() in (".toml", ".yaml", ".yml"):
-            raise ConfigError(
-                f"--like takes schema and recipe from {like}. Leave {recipe} out, name the new files only."
-            )
+            raise ConfigError(f"--like takes schema and recipe from {like}. Leave {recipe} out, name new files only.")
         files, recipe = [recipe, *(files or [])], None
     if (recipe is None and like is None) or not files:
         raise ConfigError(
-            "prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR. For a log of your own draft a "
-            "schema, stoker init LOG, and name it as the recipe; or take the draft as it is, with auto as the recipe."
+            "prepare needs a recipe and files (with --like only files): stoker prepare RECIPE FILES... --out DIR. For "
+            "a log of your own draft a schema, stoker init LOG, and name it as the recipe; or take the draft: auto."
         )
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")

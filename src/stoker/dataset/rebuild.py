@@ -63,6 +63,8 @@ def replace_dataset(made: Path, target: Path) -> None:
 
 def recover(target: Path) -> None:
     """Restore the old directory if :func:`replace_dataset` was killed between its two renames."""
+    if target.name in ("", ".."):
+        raise DataError(f"{target} cannot be put in place as a whole. Name a directory in it.")
     old = _old(target)
     if old.is_dir() and not target.exists():
         if (old / MANIFEST).exists():
@@ -147,8 +149,6 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
     inside, outside = out.resolve(), source.resolve()
     if outside.is_relative_to(inside) or inside.is_relative_to(outside):
         raise DataError(f"{out} overlaps the dataset that is read. Choose another directory.")
-    if out.name in ("", ".."):
-        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
     check_out(out, overwrite=overwrite)
     folder = out.with_name(out.name + BESIDE)
     # Only leftovers of a killed process may be removed: they have its lock, or only our names.

@@ -112,7 +112,7 @@ def write(
     if share and not source.spoil:
         message = f"bad is {share:g}, but {recipe} logs have no lines of text to spoil. Leave it out."
         raise ConfigError(message, settings=("bad",))
-    truth_file = out.with_name(out.name + ".truth.json")
+    truth_file = Path(f"{out if out.name else out.absolute()}.truth.json")
     paths = {name: out / name if name else out for name in source.files}
     files = dict(source.files)
     if metadata is not None:

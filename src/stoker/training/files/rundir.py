@@ -473,7 +473,7 @@ def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
     """Return the path of a run's dataset, from its config.json."""
     path = str(config["dataset"])
     if remote.url_of(path) is None and not Path(path).is_dir():
-        raise DataError(f"the dataset of the run is no longer at {path}. If it was moved: {remedy}")
+        raise DataError(f"the run's dataset is no longer at {path}. If it was moved: {remedy[0].lower()}{remedy[1:]}")
     return path
 
 

@@ -110,7 +110,7 @@ def check_page(out: str | Path) -> Path:
     """Return the file of a page, after a check that it can be written."""
     target = Path(out)
     if target.suffix != ".html":
-        raise ConfigError(f"{target} does not end in .html. Choose for example {target.with_suffix('.html')}.")
+        raise ConfigError(f"{target} does not end in .html. Choose for example {target.parent / 'report.html'}.")
     check_target(target)
     return target
 

@@ -418,7 +418,7 @@ def check_scores_file(out: Path) -> None:
     if out.suffix not in (".parquet", ".csv"):
         raise ConfigError(
             f"{out} ends in neither .parquet nor .csv, so the format is not known. Choose for example "
-            f"{out.with_suffix('.parquet')}."
+            f"{out.parent / 'scores.parquet'}."
         )
     if out.exists():
         raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
