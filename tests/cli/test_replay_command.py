@@ -188,3 +188,9 @@ def test_a_long_word_leaves_room_for_other_columns(
     assert all(word in shown for word in ("table", "items", "12"))
     show_table(None, ["table", "value", "rows"], [["items" * 9, "価格" * 4, "12"]])
     assert "価格" * 4 in capsys.readouterr().out, "a character may take two cells"
+    monkeypatch.setenv("COLUMNS", "80")
+    word = "rowwise_adagrad"
+    show_table(
+        None, ["", "a", "b", "c"], [["x" * 31, "[1.0, 1e-05]", word, word], ["", "1", "[64, 32]", "1"]], whole=(0,)
+    )
+    assert capsys.readouterr().out.count(word) == 2, "columns move together before words break"

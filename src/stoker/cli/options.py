@@ -345,11 +345,11 @@ def show_table(
             texts = [str(text) for text in column.cells]
             if column.justify == "right" and not any(" " in text for text in texts):  # numbers: only the heading breaks
                 widths[place] = max(map(cell_len, [*texts, *str(column.header).split()]))
-        rest = len(table.columns) - len(widths)
-        if sum(widths.values()) + len(table.columns) + _NARROW * rest <= console.width:  # else others would vanish
-            for place, width in widths.items():
+        if sum(widths.values()) + len(table.columns) + _NARROW * (len(table.columns) - len(widths)) <= console.width:
+            for place, width in widths.items():  # else others would vanish
                 table.columns[place].width = width
-        if table.__rich_measure__(console, console.options.update(width=10_000)).minimum > console.width:
+        needs = table.__rich_measure__(console, console.options.update(width=10_000))
+        if needs.minimum > console.width or console.width < needs.maximum <= console.width + len(table.columns):
             table.padding = (0, 0)
     console.print(table)
 
