@@ -372,6 +372,7 @@ def test_a_garbled_file_is_refused(data: Dataset, tmp_path: Path, edit: Any, wor
     with pytest.raises(DataError, match=words) as caught:
         HotProfile.load(path)
     assert str(path) in str(caught.value)
+    assert f"--out {path}" not in str(caught.value), "a file is not to be replaced"
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

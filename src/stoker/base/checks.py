@@ -48,7 +48,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read the top-level table of a TOML or YAML file."""
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise SchemaError(f"{path}: a schema file ends in .toml, .yaml or .yml.")
-    with errors_as(SchemaError, f"{path}: cannot be read as UTF-8 text", caught=(OSError, UnicodeDecodeError)):
+    with errors_as(SchemaError, f"{path}: cannot be read", "To draft one: stoker init LOG", (OSError, ValueError)):
         text = path.read_text(encoding="utf-8")
     parse, error = tomllib.loads, ValueError
     if path.suffix != ".toml":

@@ -257,7 +257,7 @@ class HotProfile(Plotted):
             DataError: no such file, another kind of file, a newer or garbled one, or one changed by hand.
         """
         path = Path(path)
-        again = f"Make it again with: stoker profile DATASET --out {quoted(path)}"
+        again = f"Make one with: stoker profile DATASET --out {'PROFILE.json' if path.exists() else quoted(path)}"
         if not path.exists():
             raise DataError(f"there is no profile at {path}. {again}")
         with errors_as(DataError, f"{path} cannot be read as a profile", again, (OSError, ValueError, RecursionError)):
