@@ -183,6 +183,14 @@ def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path, save_e
     assert again.step == result.step, "resuming a stopped run stops at once"
 
 
+def test_a_dataset_or_a_path_is_neither_split_nor_model(data: Dataset) -> None:
+    model = stoker.DLRM(data.schema, embedding_dim=4)
+    for arguments in ((model, data), (model, "data"), ("run", data.test)):
+        for function in (stoker.evaluate, stoker.predict):
+            with pytest.raises(ConfigError, match=r"a split of a dataset, such as data\.test\."):
+                function(*arguments)
+
+
 @pytest.mark.slow
 def test_evaluation_rows_are_fixed(data: Dataset, tmp_path: Path) -> None:
     result = stoker.train(data, out=tmp_path / "run", valid_rows=100, **SMALL)

@@ -147,14 +147,12 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
             progress = restore(run, data, replica, stream, shown)
             run.write("config.json", values)
         again = progress.step < total and progress.loss_count > 0  # the next training record repeats the last one
-        logged = partial(
-            RunLog, run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again
-        )
+        log = partial(RunLog, run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again)
         timer = SaveTimer(config.checkpoint_minutes)
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
-            log=logged() if first else NoLog(), stop=StopSignals(ranks, timer), shown=shown, upload=outputs.upload,
+            log=log() if first else NoLog(), stop=StopSignals(ranks, timer), shown=shown, upload=outputs.upload,
             progress=progress, timer=timer,
         )  # fmt: skip
         try:

@@ -363,15 +363,13 @@ def trained(run: RunDirectory) -> Path:
     """
     path, steps = run.path, run.steps()
     if len(steps) > 1:
-        newest = run.checkpoint(steps[-1])
+        last = run.checkpoint(steps[-1])
         try:
-            ckpt.read_manifest(newest)  # without it, the best checkpoint of an earlier time would be taken
+            ckpt.read_manifest(last)  # without it, the best checkpoint of an earlier time would be taken
         except CheckpointError as error:
             if run.steps() != steps:  # it was deleted, by a run that trains
                 return trained(run)
-            raise CheckpointError(
-                f"{error} It says which checkpoint is the best. {whole_checkpoints(newest)}"
-            ) from error
+            raise CheckpointError(f"{error} It says which checkpoint is the best. {whole_checkpoints(last)}") from error
     if best := run.best():
         return best
     whole, problems = run.newest_whole()
@@ -513,9 +511,7 @@ def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]
     folder = remote.output_folder(url)
     if out is not None:
         if not remote.is_empty(url):
-            raise ConfigError(
-                f"{url} is not empty. Continue the run there with --resume {url}, or choose another --out."
-            )
+            raise ConfigError(f"{url} is not empty. Continue the run there with --resume {url}, or take another --out.")
         remote.check_writable(url)  # before hours of training
         if (folder / _DONE).exists():  # a copy of a run that was deleted at the URL
             shutil.rmtree(folder)

@@ -188,10 +188,9 @@ def evaluate(
     >>> found["rows"], 0 < found["auc"] < 1
     (100, True)
     """
+    _check(model, split)
     if not split.labelled and len(split):
-        raise DataError(
-            f"no row of split {split.name} has a label, so it cannot be evaluated; stoker predict scores them."
-        )
+        raise DataError(f"no row of split {split.name} has a label to evaluate by; stoker predict scores them.")
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
@@ -220,6 +219,12 @@ def evaluate(
     return found
 
 
+def _check(model: object, split: object) -> None:
+    """Refuse the path of a run, and a dataset instead of a split."""
+    if isinstance(model, str | Path) or isinstance(split, str | Path | Dataset):
+        raise ConfigError("give a model, such as stoker.load(run).model, and a split of a dataset, such as data.test.")
+
+
 def _count(split: Split, rows: int | None) -> int:
     return len(split) if rows is None else min(rows, len(split))
 
@@ -238,6 +243,7 @@ def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
 ) -> Generator[_Piece, None, None]:
     """Yield the labels and scores of each batch."""
+    _check(model, split)
     with (
         scoring(model),
         closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
