@@ -41,7 +41,7 @@ def main() -> None:
             assert server.poll()
             print(f"       the server has update {server.version.number}")
         print(f"rolled back to {stoker.rollback(place / 'run').name}; the server follows: {server.poll()}")
-        print(stoker.compact(place / "run").summary().partition(" ")[2])
+        print("the checkpoint", stoker.compact(place / "run").summary().partition(" ")[2])
 
 
 if __name__ == "__main__":
