@@ -83,7 +83,9 @@ def test_each_row_is_followed_by_others_with_items_of_its_split(tmp_path: Path) 
     again = Schema.from_dict(data.manifest["schema"])
     assert again.negatives is not None
     assert again.negatives.per_positive == EACH
-    with pytest.raises(ConfigError, match=r"nothing to learn.*negatives.*two-tower"):
+    with pytest.raises(
+        ConfigError, match=r"training rows, none with label 0, .*nothing to learn.*negatives.*two-tower"
+    ):
         stoker.train(prepared(tmp_path / "only", replaced(per_positive=0)), out=tmp_path / "run", display="quiet")
 
 

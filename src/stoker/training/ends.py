@@ -194,8 +194,8 @@ def _check_learnable(data: Dataset, config: TrainConfig) -> None:
                 'and loss "in-batch", which takes the other items of a batch as negatives.'
             )
         raise ConfigError(
-            f"all {plural(rows, 'training row')} of {data.path} have label {int(positives > 0)}, so there is nothing "
-            f"to learn with loss {config.loss!r}. {remedy}",
+            f"{data.path} has {plural(rows, 'training row')}, none with label {int(not positives)}, so there is "
+            f"nothing to learn with loss {config.loss!r}. {remedy}",
             settings=("model", "loss"),
         )
 
