@@ -24,7 +24,7 @@ LAYERS = {
 LINES = {
     "base": 2_389,
     "ops": 7_153,
-    "dataset": 3_091,
+    "dataset": 3_145,
     "optim": 607,
     "tables": 13_409,
     "models": 1_960,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_533
+ALL_LINES = 66_587
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

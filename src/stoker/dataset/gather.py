@@ -10,7 +10,9 @@ Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -187,25 +189,35 @@ def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = 
 class ResidentRows:
     """A copy of the first rows of a split in the memory of a device, and batches gathered there.
 
-    Values of the same size in every row are packed as [n, W] int32; the tensors of a batch are views of its rows.
+    Values of the same size in every row are packed as [n, W] int32. In main memory a Numba kernel copies them to the
+    tensors of a batch; on a GPU these are views of its rows.
 
     Args:
         shards: their rows are copied in this order.
         rows: n.
         device: they are copied to it, shard by shard.
+        threads: number of torch's threads that gather a batch in main memory.
     """
 
-    def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
+    def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device, *, threads: int = 1) -> None:
         self._device, self._row = device, _packed_row(shards[0])
-        # Of each tensor of a row: its name, its type, its first element and how many (None: one, no dimension).
+        fields: Mapping[str, Any] = self._row.fields or {}
+        # Of each tensor of a row: its name, its type, its first element, and its shape.
         self._columns = [
-            (name, _torch_type(kind.base), offset // kind.base.itemsize, prod(kind.shape) if kind.shape else None)
-            for name, (kind, offset, *_) in (self._row.fields or {}).items()
+            (name, _torch_type(kind.base), offset // kind.base.itemsize, kind.shape)
+            for name, (kind, offset, *_) in fields.items()
         ]
         self._types = {kind for _, kind, *_ in self._columns}
+        self._copy: Callable[[Int64, list[int]], None] | None = None
         shape = rows, self._row.itemsize // _WORD
         if device.type == "cpu":  # NumPy asks for huge pages, as torch does not: a random row takes a third less time
             self._matrix = torch.from_numpy(np.empty(shape, np.int32))
+            with suppress(ImportError):
+                from stoker.dataset.kernels import copy_packed
+
+                widths = [kind.itemsize for kind, *_ in fields.values()]
+                memory = self._matrix.numpy().reshape(-1).view(np.uint8)
+                self._copy = partial(copy_packed, memory, self._row.itemsize, widths, threads=threads)
         else:
             self._matrix = torch.empty(shape, dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
@@ -242,21 +254,22 @@ class ResidentRows:
         return size
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """Return the tensors of rows [B]; on a GPU, without ``allocate``."""
+        """Return the tensors of rows [B]; on a GPU or without Numba in memory of torch, not of ``allocate``."""
         chosen = torch.from_numpy(rows)
-        if self._device.type == "cpu":
-            out = allocate("rows", (len(rows), self._matrix.shape[1]), torch.int32)
-            packed = torch.index_select(self._matrix, 0, chosen, out=out)
+        if self._copy is not None:
+            found = {name: allocate(name, (len(rows), *shape), kind) for name, kind, _, shape in self._columns}
+            self._copy(rows, [tensor.data_ptr() for tensor in found.values()])
         else:
-            chosen = chosen.pin_memory().to(self._device, non_blocking=True)
+            if self._device.type != "cpu":
+                chosen = chosen.pin_memory().to(self._device, non_blocking=True)
             packed = self._matrix.index_select(0, chosen)
-        views = {kind: packed.view(kind) for kind in self._types}
-        found = {
-            name: views[kind].select(1, place) if size is None else views[kind].narrow(1, place, size)
-            for name, kind, place, size in self._columns
-        }
-        # Sums over strided memory may be in another order than over that of a batch from files.
-        found |= {name: each.contiguous() for name, each in found.items() if each.is_floating_point()}
+            views = {kind: packed.view(kind) for kind in self._types}
+            found = {
+                name: views[kind].narrow(1, place, *shape) if shape else views[kind].select(1, place)
+                for name, kind, place, shape in self._columns
+            }
+            # Sums over strided memory may be in another order than over that of a batch from files.
+            found |= {name: each.contiguous() for name, each in found.items() if each.is_floating_point()}
         if self._ids is None:
             return found
         lengths = found.pop("lengths").to(torch.int64)  # [B, F]

@@ -8,6 +8,7 @@ Numba is installed.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numba
@@ -15,9 +16,9 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import bytes_move, fetch_add, prefetch_bytes
-from stoker.ops.codegen.native import Kernel, arguments
+from stoker.ops.codegen.native import Kernel, arguments, shared
 
-_AHEAD = 8  # rows to prefetch ahead of the copy
+_AHEAD = 16  # rows to prefetch ahead of the copy
 _BLOCK = 512  # rows of a work item: fewer are not worth a second thread
 # Numba does not inline it, or it would infer the types of every copy. LLVM inlines them, in half the time.
 _part: Any = numba.njit
@@ -62,6 +63,42 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
     threads = max(1, min(threads, len(slices[0]) // _BLOCK))
     cursor = np.zeros(1, np.int64)
     _kernel.run(_origin, _zero, *slices, sources, widths, targets, cursor, _BLOCK, threads=threads)
+
+
+@lru_cache(maxsize=64)
+def _packed_kernel(row: int, one: int, two: int, three: int) -> Kernel:
+    """Make the kernel of :func:`copy_packed`, which knows the sizes: LLVM copies so many bytes without a call."""
+    both = one + two
+
+    def copy(p):
+        packed, rows, origin, first_out, second_out, third_out, cursor, block = arguments(p)
+        for i in shared(cursor, block, len(rows)):
+            if i + _AHEAD < len(rows):
+                later = rows[i + _AHEAD] * row
+                prefetch_bytes(row, packed, later)
+                prefetch_bytes(1, packed, later + row - 1)
+            at = rows[i] * row
+            bytes_move(one, origin, first_out + i * one, packed, at)
+            bytes_move(two, origin, second_out + i * two, packed, at + one)
+            bytes_move(three, origin, third_out + i * three, packed, at + both)
+
+    return Kernel(copy)
+
+
+def copy_packed(packed: Any, row: int, widths: list[int], rows: Any, targets: list[int], *, threads: int) -> None:
+    """Copy B packed rows, which begin with the values of three tensors, to these; ``threads`` above 1 are torch's.
+
+    Args:
+        packed: their bytes [n * row] uint8.
+        row: bytes of a packed row.
+        widths: bytes of it for each tensor.
+        rows: [B] int64.
+        targets: addresses to fill.
+        threads: at most; no more than there is work for.
+    """
+    threads = max(1, min(threads, len(rows) // _BLOCK))
+    places = [target - _zero for target in targets]
+    _packed_kernel(row, *widths).run(packed, rows, _origin, *places, np.zeros(1, np.int64), _BLOCK, threads=threads)
 
 
 @_part

@@ -317,12 +317,13 @@ class BatchStream:
             split.check_rows(0, self.rows)  # a shuffled batch has rows of all shards
         pages = None if held else _Pages(split, order, self.rows)
         gather: Gather
+        threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
         if held:
             if self._resident is None:
-                self._resident = ResidentRows(split.shards, self.rows, torch.device(reading.device or "cpu"))
+                device = torch.device(reading.device or "cpu")
+                self._resident = ResidentRows(split.shards, self.rows, device, threads=threads)
             gather = self._resident
         else:
-            threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
             gather = make_gather(split.shards, split.starts, ids_only=ids_only, threads=threads)
         fresh = again or not (self.reuse or reading.pinned)
         # This generator shares nothing that changes: an abandoned one whose thread is still ending does no harm.
