@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -65,6 +68,18 @@ def test_kernels_equal_the_plain_form(shape: TTShape, count: int, monkeypatch: p
     for (digits, a), (plain_digits, b) in zip(slices, plain_slices, strict=True):
         assert torch.equal(digits, plain_digits)
         close(a, b)
+
+
+def test_kernels_keep_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[npt.NDArray[np.int64]]] = []
+
+    def cursor() -> npt.NDArray[np.int64]:
+        kept.append(weakref.ref(made := np.zeros(1, np.int64)))
+        return made
+
+    monkeypatch.setattr("stoker.ops.tt.cpu._cursor", cursor)
+    both_ways(SHAPES[0], 40)
+    assert {each() is None for each in kept} == {True}
 
 
 def test_threads_change_no_bit(shape: TTShape) -> None:

@@ -22,7 +22,7 @@ import stoker
 from stoker.base.errors import ConfigError, DependencyError, HomeError
 from stoker.base.units import parse_size
 from stoker.cli import main
-from stoker.tables.stores import block_home
+from stoker.tables.stores import block_home, remote_home
 from stoker.tables.stores.home import Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.ram_tier import RamTier
 from stoker.tables.stores.remote_home import RemoteHome, _machine
@@ -383,6 +383,30 @@ def test_folders_that_a_kill_left_are_removed_and_others_are_not(tmp_path: Path)
     assert {path.name for path in (tmp_path / "rows").iterdir()} == names
     for home in (first, second):
         home.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_cycle_is_found")
+def test_objects_go_with_the_last_reference(s3: Any) -> None:
+    for _ in range(2):
+        home = RemoteHome(initial_of(), {}, url="s3://bucket/rows")
+        del home  # else it might go in a thread of fsspec, which cannot remove them
+        s3.invalidate_cache()
+        assert not s3.find("bucket/rows")
+
+
+def test_objects_that_cannot_be_removed_where_the_collector_runs_are_at_exit(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = RemoteHome(initial_of(), {}, url="memory://bucket/rows")
+    home.write(0, home.empty(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "rm", lambda *_, **__: 1 / 0)  # as in a thread of fsspec
+        del home
+    assert memory.find("/bucket/rows")
+    remote_home._remove(*remote_home._folders)
+    assert not memory.find("/bucket/rows")
+    assert not [folder for folder, fs in remote_home._folders.items() if fs is memory]
 
 
 def test_without_fsspec_a_url_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

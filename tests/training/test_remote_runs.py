@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,49 @@ def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
     assert stoker.compact("memory://b/run").joined == 1
     assert not follower.poll()
     assert "parent" not in checkpoint.read_manifest(stoker.load("memory://b/run").path)
+
+
+def test_rows_of_updates_and_old_records_are_moved_once(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, copy, moved, headed = tmp_path / "run", tmp_path / "copy", list[str](), threading.Event()
+    puts, gets = type(memory).put_file, type(memory).get_file
+
+    def put_file(fs: Any, path: str, target: str, **more: Any) -> None:
+        name = target.removeprefix("/b/run/")
+        if name == "head.json":
+            headed.set()
+        elif name == "metrics.jsonl":
+            headed.wait(0.05)  # a slow one, which the head must not overtake
+        puts(fs, path, target, **more)
+        moved.append(name)
+
+    def get_file(fs: Any, path: str, target: str, **more: Any) -> None:
+        moved.append(path.removeprefix("/b/run/"))
+        gets(fs, path, target, **more)
+
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+    (run / "updates/000003.new").mkdir(parents=True)
+    (run / "updates/000003.new/part").write_text("of a preparation that was killed")
+    for number in (1, 2):
+        make_dataset(run / f"updates/00000{number}", rows=50, seed=number)
+        for name in ("config.json", "head.json", "metrics.jsonl"):
+            (run / name).write_text(str(number))
+        headed.clear()
+        remote.upload_run(run, "memory://b/run", quiet=True)
+        assert moved[-1] == "head.json"
+        remote.fetch_run("memory://b/run", copy)
+        assert digests(copy / "updates/000001") == digests(run / "updates/000001")
+        assert any(name.startswith("updates/000001") for name in moved) == (number == 1)
+        assert (copy / "head.json").read_text() == str(number)
+        moved.clear()
+    remote.fetch_run("memory://b/run", copy)
+    assert sorted(moved) == ["config.json", "head.json"], "those whose size does not say whether they changed"
+    shutil.rmtree(run / "updates/000001")
+    make_dataset(run / "updates/000002", rows=50, seed=3)
+    remote.upload_run(run, "memory://b/run", quiet=True)
+    remote.fetch_run("memory://b/run", copy)
+    assert digests(copy / "updates/000002") == digests(run / "updates/000002"), "another one of this number"
+    assert not memory.find("/b/run/updates/000001")
+    assert not memory.exists("/b/run/updates/000003.new")

@@ -34,6 +34,8 @@ _CHANGES = (
 )  # keys of file systems that change when the content of a file changes
 _HEAD = "head.json"  # of a run that was updated
 _MANIFEST = "manifest.json"
+_GROWING = ("metrics.jsonl", "tensorboard/")  # files of a run that have not changed if their size has not
+_SEALED = ("checkpoints/", "updates/")  # folders of a run, of folders with a manifest
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
 _copied: dict[str, str] = {}  # local copy of a dataset, run or checkpoint -> its URL
 _OTHER_CACHE = "Let STOKER_CACHE name a folder for copies."
@@ -87,9 +89,9 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
             raise DataError(
                 f"{url} has no {_MANIFEST}: it is neither a dataset nor a checkpoint, or its upload is unfinished."
             )
-        if folder is None:
+        if folder is None:  # else one of a run, which is known
             folder = _kept(url, text)
-        _copied[str(folder)] = remote.url
+            _copied[str(folder)] = remote.url
         with _locked(folder):
             if (folder / _MANIFEST).is_file() and (folder / _MANIFEST).read_bytes() == text:
                 return folder
@@ -115,21 +117,25 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
         folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
         _copied[str(folder)] = remote.url
         names = remote.names()
-        manifest = re.compile(r"checkpoints/((?:step|update)_[\d_]+)/manifest\.json")
-        checkpoints = {found[1] for name in names if (found := manifest.fullmatch(name))}
-        if "config.json" not in names and not checkpoints:
+        sealed = re.compile(rf"(checkpoints/(?:step|update)_[\d_]+|updates/\d+)/{_MANIFEST}")
+        wanted = {found[1] for name in names if (found := sealed.fullmatch(name))}
+        if "config.json" not in names and not wanted:
             raise DataError(f"{url} is not a run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
-        loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
+        same = {
+            name for name, size in names.items() if name.startswith(_GROWING)
+            and (path := folder / name).is_file() and path.stat().st_size == size
+        }  # fmt: skip
+        loose = [name for name in names.keys() - same - {_MARK, ".lock"} if not name.startswith(_SEALED)]
         with _locked(folder):  # logs and settings are small and may have changed
             if _HEAD not in names:  # its updates were taken back
                 (folder / _HEAD).unlink(missing_ok=True)
             remote.download([(name, folder / name, names[name], None) for name in loose])
-        wanted = {step} if run and not step.startswith("update_") else checkpoints  # a segment needs others
+        wanted = {f"checkpoints/{step}"} if run and not step.startswith("update_") else wanted  # a segment needs others
         for name in sorted(wanted):
-            fetch_sealed(f"{remote.url}/checkpoints/{name}", folder / "checkpoints" / name)
+            fetch_sealed(f"{remote.url}/{name}", folder / name)
         if not run:
             for other in (folder / "checkpoints").glob("*_*"):
-                if other.name not in wanted:
+                if f"checkpoints/{other.name}" not in wanted:
                     shutil.rmtree(other, ignore_errors=True)
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     return folder / "checkpoints" / step if run else folder
@@ -164,8 +170,7 @@ def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterat
         if names and _MANIFEST not in names and _MARK not in names:
             raise DataError(f"{url} is not empty and no dataset ({', '.join(sorted(names)[:3])}). Choose another URL.")
         local = fetch_sealed(url) if _MANIFEST in names and not overwrite else output_folder(url)
-        fresh = not names
-        if fresh:
+        if fresh := not names:
             remote.mark()  # before the work: it proves that the URL can be written
     try:
         yield local
@@ -222,26 +227,24 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
     """Upload a run: new checkpoints, each whole before its manifest, settings and logs; drop pruned checkpoints."""
     with _files(url, quiet=quiet) as remote:
         names = remote.names()
-        there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
-        whole = {path.parent.name for path in folder.glob(f"checkpoints/*_*/{_MANIFEST}")}
-        mine = {name for name in whole if "." not in name}
+        whole = {path.parent for kind in _SEALED for path in folder.glob(f"{kind}*/{_MANIFEST}")}
+        mine = {path.relative_to(folder).as_posix() for path in whole if "." not in path.name}
         loose = [
             path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
-            and path.relative_to(folder).parts[0] != "checkpoints" and not path.name.startswith(".")
+            and not path.relative_to(folder).as_posix().startswith(_SEALED) and not path.name.startswith(".")
             and not path.name.endswith(".tmp")
         ]  # fmt: skip
         if "config.json" not in names:
             remote.upload([("config.json", folder / "config.json")])
-        for step in sorted(mine):
-            _upload_sealed(folder / "checkpoints" / step, f"{remote.url}/checkpoints/{step}", quiet=quiet)
-        loose.sort(key=lambda name: name == _HEAD)  # last: what it stands for must be there
-        remote.upload([(name, folder / name) for name in loose])
-        remote.remove(
-            [name for name in names if name.startswith((_HEAD, "update.json", "updates/")) and name not in loose]
-        )
-        for step in sorted(there - mine):
-            gone = [name for name in names if name.startswith(f"checkpoints/{step}/")]
-            remote.remove(sorted(gone, key=lambda name: not name.endswith(f"/{_MANIFEST}")))
+        for name in sorted(mine):
+            there = None if f"{name}/{_MARK}" in names else remote.read(f"{name}/{_MANIFEST}")
+            if there != (folder / name / _MANIFEST).read_bytes():
+                _upload_sealed(folder / name, f"{remote.url}/{name}", quiet=quiet)
+        for is_head in (False, True):  # last: what it stands for must be there
+            remote.upload([(name, folder / name) for name in loose if (name == _HEAD) == is_head])
+        remote.remove([name for name in names if name.startswith((_HEAD, "update.json")) and name not in loose])
+        gone = [name for name in names if name.startswith(_SEALED) and "/".join(name.split("/")[:2]) not in mine]
+        remote.remove(sorted(gone, key=lambda name: not name.endswith(f"/{_MANIFEST}")))
 
 
 def _upload_sealed(folder: Path, url: str, *, quiet: bool = False) -> None:
@@ -298,19 +301,17 @@ class _Files:
     def names(self) -> dict[str, int | None]:
         """Return every file below, with its size; none if there is no such folder."""
         self.fs.invalidate_cache()
-        try:
+        start = len(self.root) + 1
+        with suppress(FileNotFoundError, NotADirectoryError):
             found = self.fs.find(self.root, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        start = len(self.root.rstrip("/")) + 1
-        return {name[start:]: info.get("size") for name, info in found.items() if len(name) > start}
+            return {name[start:]: info.get("size") for name, info in found.items() if len(name) > start}
+        return {}
 
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if there is no such file."""
-        try:
+        with suppress(FileNotFoundError):
             return bytes(self.fs.cat_file(self._path(name)))
-        except FileNotFoundError:
-            return None
+        return None
 
     def download(self, files: list[tuple[str, Path, int | None, str | None]]) -> None:
         """Copy files (name below the URL, local path, size, sha256 or None); each appears when it is whole."""
@@ -456,8 +457,7 @@ def _is_missing(error: Exception) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def thread_index(typingctx, pointer):
     return signature, codegen
 
 
-@njit
+@njit(**PLAIN)  # with reference counts, each call would keep the cursor
 def shared(cursor, block, count):
     """Yield the items of ``range(count)`` that this thread gets, ``block`` of them at a time."""
     while True:

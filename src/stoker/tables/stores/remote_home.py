@@ -26,11 +26,15 @@ from stoker.tables.stores.home import Initial
 _THREADS = 8  # objects moved at once
 _PREFIX = "stoker-home"
 _NOTE = "owner.txt"
+_folders: dict[str, Any] = {}  # of this process -> their file systems
+# At exit it needs threads, with which fsspec looks up hosts, and `atexit` comes when there are no more.
+getattr(threading, "_register_atexit", atexit.register)(lambda: _remove(*_folders))
 #: file systems on which rows cannot be replaced
 _REFUSED = {
     "http": "nothing can be written there",
     "https": "nothing can be written there",
     "hf": "it keeps each write",
+    "::": "a chain of file systems may give back an older object",
 }
 
 
@@ -46,10 +50,7 @@ class RemoteHome(BlockHome):
     def __init__(self, initial: Initial, state: Mapping[str, str], *, url: str) -> None:
         super().__init__(initial, state)
         self.url = url.rstrip("/")
-        why = _REFUSED.get(self.url.partition("://")[0])
-        if "::" in self.url:
-            why = "a chain of file systems may give back an older object"
-        if why:
+        if why := _REFUSED.get("::" if "::" in self.url else self.url.partition("://")[0]):
             raise ConfigError(
                 f"rows cannot be kept at {url}: {why}. Name a directory, or a store of objects such as s3://bucket/folder."
             )
@@ -65,9 +66,8 @@ class RemoteHome(BlockHome):
             self.fs.pipe_file(f"{self.folder}/{_NOTE}", note.encode())
             if self.fs.cat_file(f"{self.folder}/{_NOTE}") != note.encode():
                 raise OSError("what is read is not what was written")
-        self._remove = weakref.finalize(self, _remove, self.fs, self.folder, os.getpid())
-        # At exit it needs threads, with which fsspec looks up hosts, and `atexit` comes when there are no more.
-        getattr(threading, "_register_atexit", atexit.register)(self._remove)
+        _folders[self.folder] = self.fs
+        self._remove = weakref.finalize(self, _remove, self.folder)
 
     @classmethod
     def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> RemoteHome:
@@ -119,12 +119,11 @@ class RemoteHome(BlockHome):
             raise HomeError(f"rows at {self.url} cannot be {action}: {gone}{again}") from error
 
     def _sweep(self, root: str, machine: str) -> None:
-        """Remove folders that killed processes of this machine left."""
+        """Remove folders that killed processes of this machine left. An error of ``ls`` would make a cycle."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            for path in self.fs.ls(root, detail=False):
-                name, *owner = str(path).rstrip("/").rpartition("/")[2].split("_")
-                if name == _PREFIX and len(owner) == 3 and owner[0] == machine and not _lives(owner[1]):
+            for path in self.fs.glob(f"{root}/{_PREFIX}_{machine}_*"):
+                if not _lives(str(path).rstrip("/").split("_")[-2]):
                     self.fs.rm(path, recursive=True)
 
     def _details(self) -> str:
@@ -146,15 +145,16 @@ def _lives(process: str) -> bool:
         return True
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
-def _remove(fs: Any, folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # not a forked child
-        with contextlib.suppress(Exception):  # the next store there removes it
-            fs.invalidate_cache()
-            fs.rm(folder, recursive=True)
+def _remove(*folders: str) -> None:
+    """Remove folders of this process. What fails, as it does in a thread of fsspec, is tried again at exit."""
+    for folder in folders:
+        if folder.split("_")[-2] == str(os.getpid()):  # not in a forked child
+            with contextlib.suppress(Exception):  # the next store there removes it
+                _folders[folder].invalidate_cache()
+                _folders[folder].rm(folder, recursive=True)
+                del _folders[folder]
