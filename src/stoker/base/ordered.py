@@ -1,7 +1,10 @@
-"""Work on several threads, or on an executor, whose results come in the order of the jobs."""
+"""Work on threads: results in the order of the jobs, and threads that end before the interpreter does."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -11,6 +14,24 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 _AHEAD = 32  # jobs for an executor that does not say how many workers it has
+_PATIENCE = 5.0  # seconds that the interpreter waits for a thread when it ends
+_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+def start_thread(name: str, work: Callable[[], None], leave: Callable[[], None]) -> threading.Thread:
+    """Start a thread that keeps no interpreter alive; when that ends, it calls ``leave``, which tells ``work`` to."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _running[thread] = leave
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the threads: a thread inside torch when the interpreter ends would abort the process."""
+    for thread, leave in list(_running.items()):
+        leave()
+        thread.join(timeout=_PATIENCE)
 
 
 def ordered_map(

@@ -13,10 +13,8 @@ Legend: B rows of a batch, F features, L ids in all, W ranks.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError, ConfigError, require
+from stoker.base.ordered import start_thread
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_size, parse_size
 from stoker.dataset.batch import Batch
@@ -36,8 +35,6 @@ from stoker.dataset.order import EpochOrder, GroupOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
 T = TypeVar("T")
-_PATIENCE = 5.0  # seconds that the interpreter waits when it ends for a thread to finish its item
-_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 _ARROW_ROWS = 2**16  # of a record batch
 _KIND = "stoker.BatchStream"
 
@@ -409,14 +406,6 @@ class _Pages:
             self._split.will_need(block * size, min((block + 1) * size, self._rows))
 
 
-@atexit.register
-def _stop_all() -> None:
-    """End the threads: a thread inside torch when the interpreter ends would abort the process."""
-    for thread, leave in list(_running.items()):
-        leave()
-        thread.join(timeout=_PATIENCE)
-
-
 class _Failure:
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -448,10 +437,7 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
             while True:
                 ready.get_nowait()
 
-    # A daemon: an abandoned stream must not keep the interpreter alive.
-    thread = threading.Thread(target=work, name="stoker-reader", daemon=True)
-    _running[thread] = leave
-    thread.start()
+    start_thread("stoker-reader", work, leave)
     try:
         while (item := ready.get()) is not None:
             if isinstance(item, _Failure):
