@@ -102,7 +102,7 @@ def test_how_it_works_names_modules_that_exist() -> None:
     assert len(named) >= 15
     assert [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "stoker"))] == []
     loop = (ROOT / "src" / "stoker" / "training" / "loop.py").read_text(encoding="utf-8")
-    assert all(f"def {name}(" in loop for name in ("fit", "count_step", "after_step"))
+    assert all(f"def {name}(" in loop for name in ("fit", "train_step", "after_step"))
     assert loop[loop.index("def fit(") : loop.index("def _record(")].count("\n") <= SCREEN
 
 

@@ -1,4 +1,4 @@
-"""What a cache takes beside its rows: as much as the code that takes it, and covered by the budget."""
+"""What a cache takes bookkeeping its rows: as much as the code that takes it, and covered by the budget."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, epoc
             "window": residency._ring.nbytes + sum(array.nbytes for one in waiting for array in one),
         }
         most = {name: max(most[name], size) for name, size in now.items()}
-    expected = planned.beside(slots)
+    expected = planned.bookkeeping(slots)
     for name, size in most.items():
         assert size <= 1.02 * getattr(expected, name), name  # batches scatter
         assert getattr(expected, name) <= 2.5 * size, name  # powers of two
@@ -92,7 +92,7 @@ def test_a_budget_covers_rows_and_what_is_beside_them():
     for memory in (GIB // 8, GIB, 4 * GIB):
         slots = found.slots_within(memory)
         assert found.fast(slots) <= memory < found.fast(slots + 1) + 64 * slots  # the hash doubles at once
-        counted = footprint_module._KEPT * (found.beside(slots).total - footprint_module._SMALL)
+        counted = footprint_module._KEPT * (found.bookkeeping(slots).total - footprint_module._SMALL)
         assert found.fast(slots) == pytest.approx(slots * ROW + counted)
     behind = of(uses, on_cpu=False)
     assert behind.fast(1000) == 1000 * ROW
@@ -108,14 +108,14 @@ def test_behind_a_gpu_buffers_count_on_both_sides():
         buffers = staging_bytes(ROW, min(slots, found.distinct))
         counted = max(0, footprint_module._KEPT * (buffers - footprint_module._SMALL))
         assert found.fast(slots) == pytest.approx(slots * ROW + counted, abs=1)
-        assert (found.beside(slots).staging, on_cpu.beside(slots).staging) == (buffers, 0)
+        assert (found.bookkeeping(slots).staging, on_cpu.bookkeeping(slots).staging) == (buffers, 0)
     assert 64 * 2**20 < buffers < 80 * 2**20  # eight of 8 MiB, with the numbers of their slots
     for memory in (2**27, GIB):
         slots = found.slots_within(memory)
         assert found.fast(slots) <= memory < found.fast(slots + 1)
-        beside = found.fast(100_000) - 100_000 * ROW
-        assert beside > 0
-        assert found.hot_slots_within(memory, transit=100_000) == (memory - beside) // ROW
+        bookkeeping = found.fast(100_000) - 100_000 * ROW
+        assert bookkeeping > 0
+        assert found.hot_slots_within(memory, transit=100_000) == (memory - bookkeeping) // ROW
 
 
 def test_small_caches_are_all_rows():
@@ -150,4 +150,4 @@ def test_behind_a_gpu_it_comes_out_of_the_memory_for_homes(monkeypatch: pytest.M
     tier = stoker.plan(tables, host_memory="3GiB", profile=profile, **(given | {"device_memory": "256MiB"}))
     assert tier["t0"].writes == "append"
     (group,) = tier.groups  # its bookkeeping is in main memory with the index of the file
-    assert 1.9 * GIB < group.cache_bytes <= 3 * GIB - (group.beside_bytes - 16 * 2**20)
+    assert 1.9 * GIB < group.cache_bytes <= 3 * GIB - (group.bookkeeping_bytes - 16 * 2**20)

@@ -191,7 +191,7 @@ def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
     without = stoker.plan(tables, device_memory=28_000_000, **given)
     assert without["t"].writes == "in-place"
     assert wide.groups[0].slots == without.groups[0].slots
-    assert wide.groups[0].beside_bytes == without.groups[0].beside_bytes + 4_000_000
+    assert wide.groups[0].bookkeeping_bytes == without.groups[0].bookkeeping_bytes + 4_000_000
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_several_tables_in_a_file_keep_the_budget_with_their_index(strategy: str
         behind = [group for group in found.groups if group.home == "file"]
         assert behind
         assert found["a"].writes == "append"
-        taken = sum(group.slot_bytes for group in found.groups) + sum(group.beside_bytes for group in behind)
+        taken = sum(group.slot_bytes for group in found.groups) + sum(group.bookkeeping_bytes for group in behind)
         assert taken <= budget + len(behind) * 16 * 2**20
 
 
@@ -441,7 +441,7 @@ def test_a_table_of_400_million_rows_is_planned_in_little_memory(counted: bool):
     tracemalloc.stop()
     assert peak < 300 * 2**20
     assert group.home == "file"
-    assert 3.8 * 2**30 < group.slot_bytes + group.beside_bytes <= 4 * 2**30 + 16 * 2**20
+    assert 3.8 * 2**30 < group.slot_bytes + group.bookkeeping_bytes <= 4 * 2**30 + 16 * 2**20
     assert group.slots > 2.2 * 2**30 // 260
 
 

@@ -264,6 +264,7 @@ def test_closing_interrupted_tables_ends_their_writebacks_before_the_store(monke
         raise KeyboardInterrupt
 
     train(tables, batches(10))
+    storage._link.drain()  # else rows of these batches are stored late, too
     before = writebacks()
     monkeypatch.setattr(storage.home, "store", late)
     monkeypatch.setattr(storage.home, "close", ended)

@@ -53,19 +53,19 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file that appears under ``path`` complete and on disk when the block ends, or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
+    partial = path.with_name(path.name + ".tmp")
     try:
-        with beside.open("wb") as file:
+        with partial.open("wb") as file:
             yield file
             file.flush()
             if not passes(path):
                 os.fsync(file.fileno())
-        move(beside, path, sync=True)
+        move(partial, path, sync=True)
     except BaseException as error:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
         refuse_full_disk(error, f"{path.parent} while writing {path.name}")
-        if isinstance(error, OSError) and (error.filename == str(beside) or error.errno == errno.EFBIG):
+        if isinstance(error, OSError) and (error.filename == str(partial) or error.errno == errno.EFBIG):
             error.filename = str(path)  # the name that the caller gave
         raise
 

@@ -95,16 +95,16 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
         with _locked(folder):
             if (folder / _MANIFEST).is_file() and (folder / _MANIFEST).read_bytes() == text:
                 return folder
-            beside = folder.with_name(folder.name + ".part")
+            partial = folder.with_name(folder.name + ".part")
             files = _sealed_files(url, text)
-            there = [(name, size) for name, (size, _) in files.items() if (beside / name).is_file()]
-            kept = {name for name, size in there if (beside / name).stat().st_size == size}
-            remote.download([(name, beside / name, *files[name]) for name in files if name not in kept])
+            there = [(name, size) for name, (size, _) in files.items() if (partial / name).is_file()]
+            kept = {name for name, size in there if (partial / name).stat().st_size == size}
+            remote.download([(name, partial / name, *files[name]) for name in files if name not in kept])
             if (request := remote.read(".request")) is not None:  # by which a preparation recognises its dataset
-                (beside / ".request").write_bytes(request)
-            (beside / _MANIFEST).write_bytes(text)
+                (partial / ".request").write_bytes(request)
+            (partial / _MANIFEST).write_bytes(text)
             shutil.rmtree(folder, ignore_errors=True)
-            move(beside, folder)
+            move(partial, folder)
     return folder
 
 
@@ -319,21 +319,21 @@ class _Files:
         def copy(file: tuple[str, Path, int | None, str | None], counter: Any) -> None:
             name, target, size, digest = file
             url = f"{self.url}{name and '/'}{name}"
-            beside = target.with_name(target.name + ".tmp")
+            partial = target.with_name(target.name + ".tmp")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self.fs.get_file(self._path(name), str(beside), callback=counter)
-                found = beside.stat().st_size if digest is None else hash_file(beside)
+                self.fs.get_file(self._path(name), str(partial), callback=counter)
+                found = partial.stat().st_size if digest is None else hash_file(partial)
                 if found != (size if digest is None else (size, digest)) and size is not None:
                     raise DataError(
                         f"{url} arrived incomplete or damaged: its size or checksum is wrong. Try again; if that does "
                         "not help, upload it again."
                     )
-                move(beside, target)
+                move(partial, target)
             except StokerError:
                 raise
             except Exception as error:
-                if not isinstance(error, OSError) or str(beside) not in str(error.filename or ""):
+                if not isinstance(error, OSError) or str(partial) not in str(error.filename or ""):
                     if digest is not None and _is_missing(error):
                         raise DataError(f"{url}, which {_MANIFEST} names, is missing. Upload it again.") from error
                     raise failure_at(url, error) from error
@@ -341,7 +341,7 @@ class _Files:
                     f"{target} cannot be written ({error.strerror}). STOKER_CACHE names the folder."
                 ) from error
             finally:
-                beside.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
 
         self._copy(copy, files, f"fetching {_basename(self.url)}", sum(file[2] or 0 for file in files))
 

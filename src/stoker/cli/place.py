@@ -150,8 +150,8 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
         say(text)
     if not placement.resident:
         fast = sum(group.slot_bytes for group in placement.groups)
-        beside = sum(group.beside_bytes for group in placement.groups)
-        say(f"rows in fast memory: {format_size(fast)}; bookkeeping: {format_size(beside)} of main memory")
+        bookkeeping = sum(group.bookkeeping_bytes for group in placement.groups)
+        say(f"rows in fast memory: {format_size(fast)}; bookkeeping: {format_size(bookkeeping)} of main memory")
     each = step.parts(placement)
     parts = ", ".join(f"{format_duration(seconds)} {name}" for name, seconds in each.items() if seconds)
     if placement.resident:

@@ -282,9 +282,9 @@ def trace(
 def _show_trace(found: Trace, replaced: bool) -> None:
     say(f"{found.run}: {found.summary()}")
     show_grids(found.grids())
-    beside = [name for name in found.threads if name != "MainThread"]
-    if beside:
-        say(f"{', '.join(beside)} works at the same time as training, so the shares may add up to more than 100 %.")
+    others = [name for name in found.threads if name != "MainThread"]
+    if others:
+        say(f"{', '.join(others)} works at the same time as training, so the shares may add up to more than 100 %.")
     before = ", replaced" if replaced else ""
     say(f"timeline: {found.out}{before} (https://ui.perfetto.dev opens it)")
 

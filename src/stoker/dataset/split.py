@@ -452,11 +452,11 @@ def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Ba
 
     Copies overlap with work only from page-locked memory; two batches are on the device at a time.
     """
-    beside = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)
     waiting: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
-        with torch.cuda.stream(beside):
-            ahead = batch.to(device, non_blocking=True), beside.record_event()
+        with torch.cuda.stream(stream):
+            ahead = batch.to(device, non_blocking=True), stream.record_event()
         if waiting is not None:
             yield _arrived(*waiting, device)
         waiting = ahead

@@ -50,7 +50,7 @@ _SMALL = 16 * 2**20  # bytes that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Bookkeeping:
     """Bytes of main memory that a cache takes besides its rows."""
 
     page_table: int
@@ -127,7 +127,7 @@ class Footprint:
         parts = count_shards(slots, self.rows) > 1
         return self._window.batch_bytes + (PART_BYTES * self.distinct if parts else 0)
 
-    def beside(self, slots: int) -> Beside:
+    def bookkeeping(self, slots: int) -> Bookkeeping:
         """Return the memory of C slots besides their rows."""
         window = self.known(slots)
         wanted = self._window.wanted(window)
@@ -136,7 +136,7 @@ class Footprint:
         directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / load))))
         leaving = float(self._used[-1] - np.interp(slots, self._first, self._used))
         slot = _ORDERED_SLOT if self.epoch_lookahead or wanted > slots else _SLOT
-        return Beside(
+        return Bookkeeping(
             page_table=slot * slots + _RECORD * directory + self.rows // 8,
             window=self.window(slots) + math.ceil(self._batch_bytes(slots)),
             in_flight=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
@@ -147,7 +147,7 @@ class Footprint:
 
     def counted(self, slots: int) -> int:
         """Return the main memory besides the rows that a budget must cover."""
-        return _chargeable(self.beside(slots).total)
+        return _chargeable(self.bookkeeping(slots).total)
 
     def fast(self, slots: int) -> int:
         """Return the fast memory of C slots with their bookkeeping, on the device or in main memory."""

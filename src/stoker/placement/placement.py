@@ -75,7 +75,7 @@ class Group:
     slots: int  # rows in fast memory
     slot_bytes: int  # bytes of the slots, with optimizer state
     cache_bytes: int  # main memory for a RAM tier over the backing store
-    beside_bytes: int  # main memory for bookkeeping, at most
+    bookkeeping_bytes: int  # main memory for bookkeeping, at most
     distinct_rows: float  # of a batch
     hit_rate: float  # share of a batch's distinct rows that are in a slot already
     lookup_hit_rate: float  # the same as a share of lookups
@@ -258,12 +258,12 @@ class Placement(Shown, UserDict[str, Strategy]):
         return [_Bundle(key[0], tables, self.workload.state) for key, tables in found.items()]
 
     def _judge(self, of: _Bundle) -> Group:
-        work, strategy, beside = self.workload, of.strategy, 0
+        work, strategy, bookkeeping = self.workload, of.strategy, 0
         cost = Cost(all_hits([work.uses[table.name] for table in of.tables]), False, 0.0, 0.0, 0.0)
         if isinstance(strategy, Slotted):
-            beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + sum(of.hot) // 8
+            bookkeeping = work.footprint(of.tables).bookkeeping(of.slots - sum(of.hot)).total + sum(of.hot) // 8
             store = store_of(strategy, of.rows)
-            beside += store.index_bytes(of.rows)
+            bookkeeping += store.index_bytes(of.rows)
             first = of.tables[0]
             profile = self._profile or measure_profile(
                 dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
@@ -274,7 +274,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         return Group(
             tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
             bytes=of.bytes, strategy=_word(strategy), home=of.home, hot=sum(of.hot), slots=of.slots,
-            slot_bytes=of.fast_bytes, cache_bytes=of.cache_bytes, beside_bytes=beside,
+            slot_bytes=of.fast_bytes, cache_bytes=of.cache_bytes, bookkeeping_bytes=bookkeeping,
             distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
             written_mib=traffic.written * of.row_bytes / _MIB, in_parts=cost.in_parts,
@@ -361,7 +361,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
     "of them hot": _moving(lambda group: format_count(group.hot) if group.hot else "-"),
     "memory of slots": _moving(lambda group: format_size(group.slot_bytes)),
-    "bookkeeping": _moving(lambda group: format_size(group.beside_bytes)),
+    "bookkeeping": _moving(lambda group: format_size(group.bookkeeping_bytes)),
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
     "hit rate": lambda group: f"{group.hit_rate:.1%}",
     "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",

@@ -171,8 +171,8 @@ def plan(
 
     def store_of(division: Division) -> tuple[str, float, str]:
         homes = sum(needs.bytes(table) for table in division.rest)
-        beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
-        return _choose_store(homes, beside, given, settings)
+        bookkeeping, given = (0, needs.taken(division)) if on_cpu else (needs.bookkeeping(division), 0)
+        return _choose_store(homes, bookkeeping, given, settings)
 
     found, unmapped = placed(limit), ""
     if on_cpu and settings.strategy == "auto" and store_class(found.home).in_files:
@@ -336,7 +336,7 @@ class _Needs:
             total += footprint.fast(division.slots[kind] - hot) + footprint.slot_bytes * hot
         return total
 
-    def beside(self, division: Division) -> int:
+    def bookkeeping(self, division: Division) -> int:
         """Return the main memory for the bookkeeping of a division."""
         kinds = by_kind(division.rest).items()
         return sum(
@@ -356,9 +356,9 @@ class _Needs:
             remedy = "lower in_flight or batch_size, or choose spill='parts', which splits large batches"
         else:
             kinds = list(by_kind(tables).values())
-            beside = sum(self.footprint(m).fast(0) for m in kinds) if self.work.device.type == "cpu" else 0
+            bookkeeping = sum(self.footprint(m).fast(0) for m in kinds) if self.work.device.type == "cpu" else 0
             rows = sum(self.footprint(m).slot_bytes * self.least_slots(m) for m in kinds)
-            if beside > rows:
+            if bookkeeping > rows:
                 what = (
                     f"bookkeeping takes {format_size(least - rows)} with batches of {batch_size:,} "
                     f"examples, and the largest example has {format_size(rows)} of rows"
@@ -429,10 +429,10 @@ def _share_memory(
     return slots, sum(moved(kind, value) for kind, value in given.items())
 
 
-def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
+def _choose_store(needed: int, bookkeeping: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
     """Return the backing store of rows that do not fit the device, the main memory for it, and the reason.
 
-    ``needed``: bytes of all these rows; of main memory, ``beside``: for bookkeeping, ``slots``: for slots.
+    ``needed``: bytes of all these rows; of main memory, ``bookkeeping`` and ``slots``: for these.
     """
     if settings.host_memory is not None:
         room: float = parse_size(settings.host_memory)
@@ -441,14 +441,14 @@ def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) 
         available = available_memory()
         room = math.inf if available is None else _HOME_SHARE * max(0, available - slots)
         given = f"80 % of the available memory, {format_size(room)}"
-    if needed + beside <= room:
-        return "memory", room - beside, f"the backing store takes {format_size(needed)} of main memory"
-    if beside:
-        given += f" less {format_size(beside)} for bookkeeping"
+    if needed + bookkeeping <= room:
+        return "memory", room - bookkeeping, f"the backing store takes {format_size(needed)} of main memory"
+    if bookkeeping:
+        given += f" less {format_size(bookkeeping)} for bookkeeping"
     path = None if settings.home_path is None else str(settings.home_path)
     home = store_for(path)
     why = f"the backing store needs {format_size(needed)}, more than {given}: it is {store_class(home).place(path)}"
-    return home, room - beside, why
+    return home, room - bookkeeping, why
 
 
 def _map(

@@ -69,7 +69,7 @@ def notation_by_column(
             notation, before = notation_of(texts), agreed(found.get(name, set()))
             notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
             fits = before and (before.startswith(BY_VALUE) or not notation) and written(texts, before).equals(texts)
-            if not fits and (notation or texts.dtype == pl.String):  # 3 beside 2.5 fits
+            if not fits and (notation or texts.dtype == pl.String):  # 3 next to 2.5 fits
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
     known |= {column: f"{PLAIN}|" for column, notation in known.items() if notation == PLAIN}  # known, so no dates

@@ -102,7 +102,7 @@ class Retriever:
             path, manifest = self.scorer.checkpoint
             with reading(path, manifest):  # else these are not the items of the model
                 self._prepare(path, encoder)()
-            self.scorer.beside = weakref.WeakMethod(self._prepare)  # a cycle would keep rows and vectors
+            self.scorer.companion = weakref.WeakMethod(self._prepare)  # a cycle would keep rows and vectors
         self._build()
         own = encoder.columns_of(self.model.item)
         self._of_item = [name for name in encoder.columns if name in own]

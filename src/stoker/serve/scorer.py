@@ -85,7 +85,7 @@ class Scorer:
         self.version: Mapping[str, Any] = {}
         self.lock = threading.RLock()  # held while rows are encoded and scored
         #: gives what is called with a new checkpoint, without the lock; what that returns is called with the new model
-        self.beside: Callable[[], Callable[[Path, RowEncoder], Callable[[], None]] | None] = lambda: None
+        self.companion: Callable[[], Callable[[Path, RowEncoder], Callable[[], None]] | None] = lambda: None
         self._follower: _Followed | None = None
         #: the checkpoint of the model, with its manifest; None of an export and of a model in memory
         self.checkpoint: tuple[Path, Mapping[str, Any]] | None = None
@@ -206,8 +206,8 @@ class _Followed(Follower):
             spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
             self._last[key] = _encoder(newest_rows(path, _REMEDY, self._data), spec, known), version_of(manifest)
         self._last = {each: self._last[each] for each in [*self._last][-2:] if each != key} | {key: self._last[key]}
-        beside = self._scorer.beside()
-        return (*self._last[key], None if beside is None else beside(path, self._last[key][0]))
+        companion = self._scorer.companion()
+        return (*self._last[key], None if companion is None else companion(path, self._last[key][0]))
 
     def after_change(self, made: Any) -> None:
         self._scorer.encoder, self._scorer.version, then = made

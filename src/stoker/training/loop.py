@@ -1,7 +1,7 @@
 """The training loop: plain PyTorch, made to be read and copied.
 
-:func:`fit` is the loop. A step is :meth:`stoker.training.replica.Replica.step`: forward, backward, both optimizers.
-:func:`count_step` records it, :func:`after_step` evaluates and saves. The rest of this module sets up a run.
+:func:`fit` is the loop. :func:`train_step` trains on a batch (:meth:`stoker.training.replica.Replica.step`: forward,
+backward, both optimizers) and counts it, :func:`after_step` evaluates and saves. The rest of this module sets up a run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from stoker.base.device import has_bf16_products, resolve_device
 from stoker.base.progress import showing
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size
+from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.models.registry import class_path
@@ -193,21 +192,20 @@ def fit(state: TrainState) -> None:
         state.feed.hurry = state.stop.asked
         after_step(state)  # a resumed run may have been stopped before this
         while not state.finished:
-            batch = next(batches)  # its rows are on the device
-            loss = state.replica.step(batch)  # forward, backward, both optimizers
-            count_step(state, len(whole_of(batch)), loss)
+            train_step(state, next(batches))
             after_step(state)
         with state.clock.paused():  # brings the totals up to date
             pass
 
 
-def count_step(state: TrainState, examples: int, loss: Tensor) -> None:
-    """Count a step and its loss; write a training record if one is due."""
+def train_step(state: TrainState, batch: Batch) -> None:
+    """Train on a batch, whose rows are on the device; count it, and write a training record if one is due."""
     config, progress, clock = state.config, state.progress, state.clock
+    loss = state.replica.step(batch)  # forward, backward, both optimizers
     progress.unread.append((progress.step, loss))
     progress.step += 1
     clock.total["steps"] += 1
-    clock.total["examples"] += examples
+    clock.total["examples"] += len(whole_of(batch))
     state.shown.step(progress.step)
     if state.replica.model.device.type == "cpu" or len(progress.unread) >= config.log_every:
         progress.read_losses()  # waits for a GPU, so losses are collected there

@@ -46,14 +46,14 @@ class TooFewSlots(StokerError):
     """
 
     def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
-        beside = f" in addition to the {hot:,} hot rows" if hot else ""
+        more = f" in addition to the {hot:,} hot rows" if hot else ""
         remedies = ["Give more memory (--device-memory)"]
         if hot:
             remedies.append("make fewer rows hot")
         if not spill:
             remedies += ["make the batch smaller", "choose spill='parts'"]
         super().__init__(
-            f"{'one example' if spill else 'a batch'} needs {needed:,} distinct rows in fast memory at once{beside}, "
+            f"{'one example' if spill else 'a batch'} needs {needed:,} distinct rows in fast memory at once{more}, "
             f"but {slots:,} slots are there for them. {', '.join(remedies[:-1])}"
             f"{', or ' if len(remedies) > 1 else ''}{remedies[-1]}."
         )
