@@ -149,7 +149,7 @@ class BatchStream:
         self._pool_rows = min(rows_that_fit(parse_size(reading.shuffle_memory), bytes_per_row), max(self.rows, 1))
         room = 0 if reading.data_memory is None else parse_size(reading.data_memory)
         self._groups = self._group_order(reading, split) if reading.whole_groups else None
-        self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, resident
+        self.resident = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, in memory
         self._resident: ResidentRows | None = None
 
     def _group_order(self, reading: Reading, split: SplitRows) -> GroupOrder:
@@ -186,7 +186,7 @@ class BatchStream:
     def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         """Yield the batches on the chosen device."""
         device = self._reading.device
-        if device is not None and self._reading.on_gpu and not self.held:
+        if device is not None and self._reading.on_gpu and not self.resident:
             yield from copied_ahead(batches, torch.device(device))
             return
         for batch in batches:
@@ -309,13 +309,13 @@ class BatchStream:
             order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
         else:
             order = self._groups.shuffle(reading.seed, epoch)
-        held = self.held and not again
-        if reading.seed is not None or held or self._groups is not None:
+        resident = self.resident and not again
+        if reading.seed is not None or resident or self._groups is not None:
             split.check_rows(0, self.rows)  # a shuffled batch has rows of all shards
-        pages = None if held else _Pages(split, order, self.rows)
+        pages = None if resident else _Pages(split, order, self.rows)
         gather: Gather
         threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
-        if held:
+        if resident:
             if self._resident is None:
                 device = torch.device(reading.device or "cpu")
                 self._resident = ResidentRows(split.shards, self.rows, device, threads=threads)

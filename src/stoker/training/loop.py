@@ -108,7 +108,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     cores = {table.name for table in tables} - data.schema.num_embeddings.keys()  # every rank has them
     warnings = [check_memory(rank_tables(tables, size, cores), optimizer.state, device, placement)]
     stream = open_stream(config, data, optimizer, placement)
-    if config.data_memory not in ("auto", "0") and not stream.held:
+    if config.data_memory not in ("auto", "0") and not stream.resident:
         warnings.append(
             f"a data memory of {config.data_memory} is too small for the training rows, "
             f"{format_size(data.train.bytes)}: they are read from their files"

@@ -86,17 +86,17 @@ class SlottedRows(Storage):
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
         self.hot = PinnedRows(space, hot)
-        self.num_hot = held = len(self.hot)
-        if held > slots or held == slots < space.num_rows:
+        self.num_hot = num_hot = len(self.hot)
+        if num_hot > slots or num_hot == slots < space.num_rows:
             raise ConfigError(
-                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch. Give more memory "
+                f"{num_hot:,} hot rows leave none of {slots:,} slots for the other rows of a batch. Give more memory "
                 "(slots=, fraction= or memory= count hot and other rows together), or make fewer rows hot."
             )
         made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
         self.weight, self.state = made.weight, made.state
         # Slots of plans and links: counted from 0 after the hot ones.
-        self.transit = made[held:]
-        self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
+        self.transit = made[num_hot:]
+        self.residency = make_residency(space.first_row, slots - num_hot, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._lock, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
@@ -167,9 +167,9 @@ class SlottedRows(Storage):
 
         The owner of the lease fetches the rows again when it needs them.
         """
-        held = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
-        graphs = [lease for lease in held if not lease.staged]
-        staged = [lease for lease in reversed(held) if lease.staged]
+        leases = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
+        graphs = [lease for lease in leases if not lease.staged]
+        staged = [lease for lease in reversed(leases) if lease.staged]
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
@@ -298,9 +298,9 @@ class SlottedRows(Storage):
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
         if len(unique):
-            held = self.residency.row_in_slot
-            at = np.minimum(np.searchsorted(unique, held), len(unique) - 1)
-            found = np.flatnonzero(unique[at] == held)
+            resident = self.residency.row_in_slot
+            at = np.minimum(np.searchsorted(unique, resident), len(unique) - 1)
+            found = np.flatnonzero(unique[at] == resident)
             slots[at[found]] = found + self.num_hot
         return np.where(own >= 0, own, slots[which])
 
@@ -314,8 +314,8 @@ class SlottedRows(Storage):
                     self.home.write(begin, part)
                 else:
                     self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
-            held = self.residency.row_in_slot
-            self._refresh(np.flatnonzero((held >= start) & (held < start + len(rows.weight))))
+            resident = self.residency.row_in_slot
+            self._refresh(np.flatnonzero((resident >= start) & (resident < start + len(rows.weight))))
 
     def _refresh(self, slots: Ints) -> None:
         """Fetch the rows in some slots again."""
