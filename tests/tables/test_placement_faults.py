@@ -227,6 +227,28 @@ def test_an_interrupt_does_not_hang():
     assert not staging_threads()
 
 
+def test_a_loop_that_an_error_keeps_is_collected_with_its_thread():
+    """The error of a stream leads to the frame that caught it, and this to a loop that was left half-way."""
+
+    def failing():
+        yield from batches(2)
+        raise OSError("the disk of the data went away")
+
+    def caught():
+        first, second = build(Cached(slots=60)), build(Cached(slots=60))
+        feed = iter(stage(batches(100), first, background=True))
+        next(feed)
+        try:
+            train(second, stage(failing(), second, background=True))
+        except OSError:
+            return staging_threads()
+
+    (thread,) = caught()
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def writebacks():
     return [thread for thread in threading.enumerate() if thread.name == "stoker-writeback"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stoker.training.scores.catalogue import Catalogue
 
 
-_Outputs = tuple[Tensor | None, Tensor]  # labels and scores of a batch
+_ScoredBatch = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples per batch
 _HEAD = 5  # rows in a report
 _ROW_GROUP = 2**17  # rows of a file that are written at a time
@@ -241,7 +241,7 @@ def _batches(
 
 def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
-) -> Generator[_Outputs, None, None]:
+) -> Generator[_ScoredBatch, None, None]:
     """Yield the labels and scores of each batch."""
     _check(model, split)
     with (
@@ -348,7 +348,7 @@ def predict(
     )
 
 
-def _joined(batches: list[_Outputs]) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
+def _joined(batches: list[_ScoredBatch]) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
     """Return labels [n] and scores [n] of all batches."""
     labels = [label for label, _ in batches if label is not None]
     scores = torch.cat([score for _, score in batches]).numpy() if batches else np.empty(0, np.float32)
@@ -383,7 +383,7 @@ def write_scores(
         return _write(split, Path(out), scored, batch_size)
 
 
-def _write(split: Split, out: Path, scored: Iterator[_Outputs], batch_size: int) -> int:
+def _write(split: Split, out: Path, scored: Iterator[_ScoredBatch], batch_size: int) -> int:
     """Write the labels and scores of batches, as in :func:`write_scores`."""
 
     def table(labels: npt.NDArray[np.float32] | None, scores: npt.NDArray[np.float32], first: int) -> pa.Table:
