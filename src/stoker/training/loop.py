@@ -30,7 +30,7 @@ from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, fi
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
-from stoker.training.notes import chosen, explain, facts, of_both_towers, stretched, undefined, without_effect
+from stoker.training.notes import chosen, crowded, explain, facts, of_both_towers, stretched, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
 from stoker.training.progress import Diverged, Interrupted, LoopState, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
@@ -257,6 +257,9 @@ def _record(state: TrainState, *, regular: bool) -> None:
         row_lr=replica.model.embeddings.optimizer.lr * replica.schedule.factor(progress.step - 1),
         dense_lr=replica.dense.param_groups[0]["lr"], **movement(since, times),
     )  # fmt: skip
+    if not state.crowded and (said := crowded(times, replica.model.device, state.run.path)):
+        state.crowded = True
+        state.shown.note(said)
     if regular:
         progress.loss_sum, progress.loss_count = 0.0, 0
         clock.mark("record", "rate")

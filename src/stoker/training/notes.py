@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.base.device import contended
 from stoker.base.errors import StokerError
 from stoker.base.units import format_count, format_size, listed, plural
 from stoker.dataset.batch import Batch
@@ -49,6 +52,18 @@ def facts(
         f"{model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")
+    )
+
+
+def crowded(times: Mapping[str, float], device: torch.device, run: Path) -> str | None:
+    """Say that other programs used the cores while some steps were trained, if threads spin meanwhile."""
+    worked = times.get("others", 0.0)
+    others = contended(worked / times["seconds"])
+    if worked < 1.0 or not others or device.type != "cpu" or "OMP_WAIT_POLICY" in os.environ:
+        return None
+    return (
+        f"other programs use {others:.1f} cores, and threads spin while they wait for each other. This can be several "
+        f"times as fast: Ctrl-C, then OMP_WAIT_POLICY=passive stoker train --resume {run}"
     )
 
 

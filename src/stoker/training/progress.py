@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.base.device import worked_for_others
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
@@ -272,6 +273,7 @@ class TrainState:
     stop: StopSignals = field(default_factory=StopSignals)
     clock: Clock = field(init=False)
     swaps: int = 0  # decisions of the hot-cold schedule, in this process
+    crowded: bool = False  # the user knows that other programs use the cores
     saved: tuple[int, int, int] = field(init=False)  # :attr:`moment` at the last checkpoint
 
     def __post_init__(self) -> None:
@@ -321,14 +323,14 @@ class TrainState:
 def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
     """Return readings of the caches: rows needed, found, and fetched on demand; bytes, seconds.
 
-    Without caches only the bytes that were sent to other ranks, if there are any.
+    Without caches only the bytes that were sent to other ranks, if there are any, or how long cores worked for others.
     """
     storages, ranks = slotted(model), model.embeddings.ranks
-    sent = {} if ranks is None else {"sent": float(ranks.sent.total())}
+    known = {"others": worked_for_others()} if ranks is None else {"sent": float(ranks.sent.total())}
     if not storages:
-        return sent
+        return known
     return (
-        sent
+        known
         | {
             "rows": sum(storage.stats.rows for storage in storages),
             "hits": sum(storage.stats.hits for storage in storages),
