@@ -80,7 +80,7 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
 @pytest.mark.parametrize(("chunk", "stored"), [(2**20, 0), (7, 1)])
 def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, stored, monkeypatch):
     """Also the rows of later chunks."""
-    monkeypatch.setattr("stoker.tables.slots.slotted._STORED", chunk)
+    monkeypatch.setattr("stoker.tables.slots.slotted._CHUNK_ROWS", chunk)
     tables, expected = build(Cached(slots=60)), build()
     for each in (tables, expected):
         train(each, batches(3))

@@ -175,11 +175,11 @@ class Stage(Generic[Item]):
         return None if given is None else int(given)
 
     def __iter__(self) -> Iterator[Item]:
-        self.tables.stages += 1
+        self.tables.open_stages += 1
         try:
             yield from self._loop()
         finally:
-            self.tables.stages -= 1
+            self.tables.open_stages -= 1
 
     def _loop(self) -> Iterator[Item]:
         raw, ranks = self.tables.raw, self.tables.ranks
@@ -331,7 +331,7 @@ class _StageLoop:
     def _deciding(self) -> list[Queue]:
         """The queues whose batches decide which rows leave."""
         pairs = zip(self._queues, self.stage._groups, strict=True)
-        return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.decides]
+        return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.is_followed]
 
     def _announce_next(self) -> bool:
         """Announce another batch; False if there is none."""

@@ -205,7 +205,7 @@ class CudaLink(QueuedLink):
         streams, stream = self.streams, self.streams.incoming
         if self.reading == "direct":
             assert isinstance(self.home, MemoryHome)
-            stored = self.home.stored.of(rows)
+            stored = self.home.stored.contains(rows)
             for _, buffer in self._buffers(slots[stored], rows[stored]):
                 self._follow(stream)
                 streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))

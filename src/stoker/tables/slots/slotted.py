@@ -36,7 +36,7 @@ from stoker.tables.storage import Lease, ProcessLock, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
 
-_STORED = 2**20  # rows of a chunk when all changed rows are written back
+_CHUNK_ROWS = 2**20  # rows of a chunk when all changed rows are written back
 
 
 class TooFewSlots(StokerError):
@@ -106,7 +106,7 @@ class SlottedRows(Storage):
         self._leases: dict[int, weakref.ref[Lease]] = {}  # leases that have not ended, by number of their plan
         rounded = home.dtype == torch.bfloat16
         # Table and row in each slot, for the random bits of bfloat16.
-        self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
+        self._rows_in_slots = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
         self._fill_hot()
         self.move_by((link or DirectLink)(home, self.transit, self.stats))
 
@@ -118,10 +118,10 @@ class SlottedRows(Storage):
     def _fill_hot(self) -> None:
         """Fetch the hot rows into their slots."""
         addresses = self.hot.addresses()
-        for begin in range(0, self.num_hot, _STORED):
-            rows = addresses[begin : begin + _STORED]
+        for begin in range(0, self.num_hot, _CHUNK_ROWS):
+            rows = addresses[begin : begin + _CHUNK_ROWS]
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
-            for labels, values in zip(self._labels, self.home.initial.label(rows), strict=False):
+            for labels, values in zip(self._rows_in_slots, self.home.initial.label(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
     @property
@@ -132,7 +132,7 @@ class SlottedRows(Storage):
     def available(self) -> int:
         """Slots that a batch could get now."""
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             return self.residency.free
 
     def queue(self) -> Queue:
@@ -147,9 +147,9 @@ class SlottedRows(Storage):
         with self._lock:
             try:
                 with span("plan"):
-                    self._enter_returned()
+                    self._release_returned()
                     while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
-                        self._enter_returned()
+                        self._release_returned()
                 if plan is None:
                     raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
                 self.stats.plan_seconds += time.perf_counter() - begin
@@ -192,9 +192,9 @@ class SlottedRows(Storage):
             while self._revoke_one():
                 pass
             if self._broken is None:
-                self._enter_returned()
+                self._release_returned()
 
-    def _enter_returned(self) -> None:
+    def _release_returned(self) -> None:
         """Tell the residency which slots were released; raise StokerError if a move of rows failed earlier."""
         if self._broken is not None:
             cause = str(self._broken) or type(self._broken).__name__
@@ -219,8 +219,8 @@ class SlottedRows(Storage):
             link.run(plan)
             self.stats.rows += wanted.placed
             self.stats.hits += wanted.placed
-            if self._labels and len(plan.fetch_rows):
-                labels = [each[self.num_hot :] for each in self._labels]
+            if self._rows_in_slots and len(plan.fetch_rows):
+                labels = [each[self.num_hot :] for each in self._rows_in_slots]
                 link.label(list(zip(labels, self.home.initial.label(plan.fetch_rows), strict=True)), plan.fetch_slots)
             ids = link.send(to_slots(wanted.which, plan.slots, self.num_hot))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
@@ -230,7 +230,7 @@ class SlottedRows(Storage):
             # The rows of this plan may not be in their slots: they must not be used or written back.
             self._broken = error
             raise
-        tables, rows = self._labels or (None, None)
+        tables, rows = self._rows_in_slots or (None, None)
         lease = Lease(
             bags._replace(ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
             tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
@@ -252,11 +252,11 @@ class SlottedRows(Storage):
     def flush(self) -> None:
         """Write back every changed row that is not hot; rows remain in their slots."""
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             self._link.drain()
             slots = self.residency.take_changed()
-            for begin in range(0, len(slots), _STORED):  # sorting takes memory
-                some = slots[begin : begin + _STORED]
+            for begin in range(0, len(slots), _CHUNK_ROWS):  # sorting takes memory
+                some = slots[begin : begin + _CHUNK_ROWS]
                 try:
                     self._link.store(self.residency.rows_in(some), some)
                 except BaseException:
@@ -280,7 +280,7 @@ class SlottedRows(Storage):
 
     def gather(self, rows: Ints) -> Rows:
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             self._link.ready()
             slots = self._slots_of(rows)
             away = np.flatnonzero(slots < 0)
@@ -377,7 +377,7 @@ class Queue:
             storage._queues.append(self)
 
     @property
-    def decides(self) -> bool:
+    def is_followed(self) -> bool:
         """Whether the residency knows the batches of this queue."""
         return bool(self._storage._queues) and self._storage._queues[-1] is self
 
@@ -401,7 +401,7 @@ class Queue:
 
     def _tell(self) -> bool:
         """Announce new batches to the residency; return True if it follows this queue."""
-        if not self.decides:
+        if not self.is_followed:
             return False
         residency = self._storage.residency
         for request in islice(self._waiting, residency.announced, None):
@@ -414,13 +414,13 @@ class Queue:
         with storage._lock:
             try:
                 with span("plan"):
-                    storage._enter_returned()
+                    storage._release_returned()
                     request, residency = self._waiting[0], storage.residency
                     plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
                 storage.stats.plan_seconds += time.perf_counter() - begin
                 if plan is None:
                     return None
-                self.guesses = self.decides and residency.guesses and storage.num_slots < storage.num_rows
+                self.guesses = self.is_followed and residency.guesses and storage.num_slots < storage.num_rows
                 self._drop_first()
                 # The lookup will bring offsets and weights.
                 lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
@@ -447,7 +447,7 @@ class Queue:
         with storage._lock:
             if self not in storage._queues:
                 return
-            if self.decides:
+            if self.is_followed:
                 storage.residency.cancel()
             storage._queues.remove(self)
             self._waiting.clear()

@@ -211,7 +211,7 @@ class FileHome(Home):
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
         """Return the position of each of ``rows`` [n]."""
-        return np.where(self.stored.of(rows), rows, self._nowhere)
+        return np.where(self.stored.contains(rows), rows, self._nowhere)
 
     def _reading(self) -> AbstractContextManager[Any]:
         """Keep the records at their positions within the block."""

@@ -122,7 +122,7 @@ class StoredRows:
             ) from error
         self._lock = threading.Lock()
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
+    def contains(self, rows: np.ndarray) -> np.ndarray:
         """Return whether each of ``rows`` [n] int64 was stored: [n] bool."""
         found: np.ndarray = ((self.words[rows >> 6] >> (rows & 63)) & 1).astype(bool)
         return found
@@ -417,7 +417,7 @@ class MemoryHome(Home):
             self._run_kernel(rows, self.stored.words, self._memory, target, places, storing=False)
             return
         found = self.arrays[torch.from_numpy(rows)]  # state is zero in rows that were never stored
-        fresh = ~self.stored.of(rows)
+        fresh = ~self.stored.contains(rows)
         if fresh.any():
             found.weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
         target[slice(len(rows)) if places is None else torch.from_numpy(places)] = found

@@ -232,7 +232,7 @@ class _Indexed(StoredRows):
     def __init__(self, index: np.ndarray) -> None:
         self._index = index
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
+    def contains(self, rows: np.ndarray) -> np.ndarray:
         known: np.ndarray = self._index[rows] > 0
         return known
 

@@ -120,7 +120,7 @@ class RamTier(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         places = np.arange(len(rows)) if places is None else places
-        stored = self.stored.of(rows)
+        stored = self.stored.contains(rows)
         if not stored.all():  # rows that were never stored need no frame
             self._compute(rows[~stored], target, places[~stored])
             rows, places = rows[stored], places[stored]
