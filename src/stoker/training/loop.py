@@ -257,7 +257,7 @@ def _record(state: TrainState, *, regular: bool) -> None:
         row_lr=replica.model.embeddings.optimizer.lr * replica.schedule.factor(progress.step - 1),
         dense_lr=replica.dense.param_groups[0]["lr"], **movement(since, times),
     )  # fmt: skip
-    if not state.crowded and (said := crowded(times, replica.model.device, state.run.path)):
+    if not state.crowded and (said := crowded(times, replica.model.device)):
         state.crowded = True
         state.shown.note(said)
     if regular:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,15 +54,15 @@ def facts(
     )
 
 
-def crowded(times: Mapping[str, float], device: torch.device, run: Path) -> str | None:
+def crowded(times: Mapping[str, float], device: torch.device) -> str | None:
     """Say that other programs used the cores while some steps were trained, if threads spin meanwhile."""
     worked = times.get("others", 0.0)
     others = contended(worked / times["seconds"])
     if worked < 1.0 or not others or device.type != "cpu" or "OMP_WAIT_POLICY" in os.environ:
         return None
     return (
-        f"other programs use {others:.1f} cores, and threads spin while they wait for each other. This can be several "
-        f"times as fast: Ctrl-C, then OMP_WAIT_POLICY=passive stoker train --resume {run}"
+        f"other programs use {others:.1f} cores, and threads spin while they wait for each other. Started with "
+        "OMP_WAIT_POLICY=passive, or resumed with it, this can be several times as fast"
     )
 
 
