@@ -96,6 +96,16 @@ def test_readme_fits_two_screens_and_its_links_lead_somewhere() -> None:
     assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_the_python_of_a_page_imports_what_it_uses(page: Path) -> None:
+    imported: set[str] = set()
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        nodes = list(ast.walk(ast.parse(block)))
+        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert used & {"stoker", "torch"} <= imported, block
+
+
 def test_how_it_works_names_modules_that_exist() -> None:
     page = (DOCS / "how_it_works.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", page)

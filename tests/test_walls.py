@@ -22,22 +22,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_425,
+    "base": 2_427,
     "ops": 7_153,
-    "dataset": 3_131,
+    "dataset": 3_133,
     "optim": 607,
     "tables": 13_413,
     "models": 1_960,
-    "placement": 2_770,
-    "training": 11_157,
+    "placement": 2_771,
+    "training": 11_160,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
-    "cli": 3_485,
+    "cli": 3_494,
     "live": 1_341,
-    "serve": 1_610,
+    "serve": 1_612,
 }  # fmt: skip
-ALL_LINES = 66_628
+ALL_LINES = 66_656
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

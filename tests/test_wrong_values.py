@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ from stoker import ConfigError, optim
 from stoker.base.checks import hints_of
 from stoker.optim import ROW_OPTIMIZERS
 
+SPEC = stoker.FeatureSpec.from_sizes(1, [10])
 TABLE = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
 MADE: list[tuple[Any, dict[str, Any]]] = [
     *((kind, {"lr": 0.1}) for kind in ROW_OPTIMIZERS.values()),
@@ -103,6 +106,12 @@ def adam(**given: Any) -> Callable[[], Any]:
         (lambda: stoker.TrainConfig(row_cow_clip=5), "row_cow_clip must be two numbers"),
         (lambda: stoker.TrainConfig(tt_own={"a": 0.5}), "tt_own must be an object of whole numbers"),
         (lambda: stoker.TrainConfig(data_memory=-1), "data_memory: size -1 is negative"),
+        (lambda: stoker.TrainConfig(device_memory="9" * 400), "device_memory is 9+; it must be at most"),
+        (lambda: stoker.TrainConfig(steps=Decimal("2.5")), "steps must be a whole number or null, found 2.5"),
+        (lambda: stoker.TrainConfig(row_lr=Decimal("inf")), "row_lr is inf; it must be finite"),
+        (lambda: stoker.TrainConfig(home_path=Decimal(3)), "home_path must be a text, found 3"),
+        (lambda: stoker.DLRM(SPEC, embedding_dim="4"), "DLRM: embedding_dim must be a whole number, found '4'"),
+        (lambda: stoker.DLRM(SPEC, optimizer="sgd"), "DLRM: optimizer must be a RowOptimizer or null, found 'sgd'"),
         (lambda: stoker.TrainConfig(data_memory=True), "data_memory: size .*True.* is not a number with a unit"),
     ],
 )
@@ -189,6 +198,18 @@ def test_names_can_be_any_ordered_collection() -> None:
     for given in ({"a", "b"}, names, b"ab"):  # a set has another order in each process
         with pytest.raises(ConfigError, match="features must be a list of texts"):
             stoker.TableConfig(**TABLE, features=given)
+
+
+def test_decimals_and_fractions_are_taken_as_plain_numbers() -> None:
+    given = {
+        "data_memory": Decimal(64),
+        "row_lr": Decimal("0.1"),
+        "steps": Fraction(8),
+        "row_cow_clip": (Decimal(1), 0.5),
+    }
+    plain = stoker.TrainConfig(data_memory=64, row_lr=0.1, steps=8, row_cow_clip=(1, 0.5))
+    assert json.dumps(stoker.TrainConfig(**given).to_dict()) == json.dumps(plain.to_dict())
+    assert stoker.DLRM(SPEC, embedding_dim=Decimal(4)).embedding_dim == 4
 
 
 def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:

@@ -47,7 +47,7 @@ def test_a_script_reads_one_object(data: Dataset, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--batch-size", "auto"], "parse string as an integer"),
+        (["--batch-size", "auto"], "--batch-size is 'auto'. Give a whole number."),
         (["--row-cow-clip", "1"], "is not r,zeta"),
         (["--row-cow-clip", "0,0"], "clip every gradient to 0"),
         (["--row-lr", "0"], "stays 0"),

@@ -1272,6 +1272,20 @@ def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) 
     assert batch.dense.flatten().tolist() == [1.0, 0.0] * 60
 
 
+def test_a_condition_on_small_floats_is_met_or_refused(tmp_path: Path) -> None:
+    """Polars writes 0.00001 and 1e-7, and the vocabulary has these."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "v": [1e-5, 1e-7, 2.5] * 20})
+    values: dict[str, Any] = {"label": "label", "categorical": [{"name": "v"}]}
+    for text, said in (("0.00001", ""), ("1e-7", ""), ("1e-05", "0.00001"), ("1E-7", "1e-7"), ("2.50", "2.5")):
+        schema = stoker.Schema.from_dict({**values, "derive": [f"match column=v values={text}"]})
+        if said:
+            with pytest.raises(stoker.SchemaError, match=f"holds '{text}', .* write '{said}'"):
+                stoker.prepare(schema, rows, split="random:1,0")
+        else:
+            [batch] = stoker.prepare(schema, rows, split="random:1,0").train.batches(60)
+            assert batch.dense.sum() == 20
+
+
 @pytest.mark.parametrize(("rule", "texts"), [("== '1'", ["1,0", "0,0"]), ("== '2.5'", ["2,5", "5,0"])])
 def test_a_decimal_comma_is_no_text_of_a_rule(tmp_path: Path, rule: str, texts: list[str]) -> None:
     rows = pl.DataFrame({"label": texts * 30, "user": [f"u{row % 7}" for row in range(60)]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -89,3 +90,9 @@ def test_a_text_for_layer_sizes(tmp_path: Any) -> None:
         with pytest.raises(ConfigError) as caught:
             TrainConfig(model=model, model_options={name: "abc"}).make_model(spec, SGD(lr=0.1))
         assert str(caught.value) == f"option {name} of model '{model}' is 'abc', {SIZES}."
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_dataset_instead_of_its_schema_is_named(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match=r"Write data\.schema"):
+        model(make_dataset(tmp_path / "data", rows=64))

@@ -650,6 +650,28 @@ def test_an_error_of_the_system_does_not_end_following(tmp_path: Path) -> None:
     assert problems[1:3] == ["OSError: [Errno 24] Too many open files"] * 2
 
 
+def test_looks_for_updates_that_fail_are_said_once_and_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, lines = list[float](), list[str]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            raise asyncio.CancelledError
+
+    def poll() -> bool:
+        if len(pauses) < 7:
+            raise OSError("damaged")
+        return False
+
+    scorer: Any = SimpleNamespace(lock=threading.RLock(), version={"update": 0, "step": 1}, follows=True, poll=poll)
+    server = Server(scorer, ServeSettings(poll=0.5), log=lines.append)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(server._poll())
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0, 0.5, 0.5]
+    assert len(lines) == 1
+
+
 @pytest.mark.slow
 def test_each_change_of_the_model_is_a_line_of_the_log_and_is_counted(tmp_path: Path) -> None:
     run, lines = tmp_path / "run", list[str]()

@@ -227,6 +227,9 @@ def test_the_command(made: Path, tmp_path: Path) -> None:
         assert words in shown.output
     auc = RunDirectory(runs[1]).read("report.json")["test"]["auc"]
     assert f"{auc:.4f}" in shown.output
+    narrow = CliRunner().invoke(app, ["compare", *runs], env={"COLUMNS": "50"}).output
+    assert "a a\nb b\nc other\n" in narrow
+    assert re.search(r"^┃ +┃ +a ┃ +b ┃ +c ┃$", narrow, re.MULTILINE)
     told = json.loads(CliRunner().invoke(app, ["compare", *runs, "--json"]).output)
     assert [run["name"] for run in told["runs"]] == ["a", "b", "other"]
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")

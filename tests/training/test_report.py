@@ -322,6 +322,7 @@ def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_pat
     assert re.findall("<span>([^,]*), test rows", tiles) == ["recall@50", "AUC", "recall@10"]
     [curve] = re.findall("<figcaption>loss by epoch.*?</figure>", text)
     assert "validation" not in curve
+    assert not re.findall("log loss<|normalized entropy|accuracy<|Calibration", text)
 
 
 def test_long_bars_have_whole_numbers() -> None:
@@ -462,7 +463,12 @@ def test_a_run_without_faults_gets_no_advice() -> None:
     assert advise(QUIET, analysed()) == []
     assert advise(QUIET, analysed(tables=[{"name": "C1", "bytes": 1, "unknown": 0.9, "unknown_train": 0.8}])) == []
     assert advise(QUIET, None) == []
-    assert advise(QUIET | {"settings": {"loss": "in-batch"}, "test": {"rows": 500, "positives": 500}}, None) == []
+    ranks = {"settings": {"loss": "in-batch"}, "test": {"rows": 500, "positives": 500}}
+    assert advise(QUIET | ranks, None) == []
+    odd = {"calibration": [{"score": 0.5, "label": 0.3, "rows": 1000}],
+           "columns": [{"name": "C1", "table": "C1", "loss": 0, "error": 0.001}]}  # fmt: skip
+    assert len(advise(QUIET, analysed(**odd))) == 2
+    assert advise(QUIET | ranks, analysed(**odd)) == []
 
 
 def test_advice_wants_figures_that_are_no_chance() -> None:

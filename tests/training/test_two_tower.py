@@ -22,6 +22,8 @@ from stoker.ops.loss import in_batch_softmax
 from stoker.testing import make_dataset
 from stoker.training import Catalogue
 from stoker.training.notes import of_both_towers
+from stoker.training.scores.evaluation import finite
+from stoker.training.scores.metrics import metric_grid
 
 SPEC = FeatureSpec.from_sizes(1, [4, 6])
 RUN: dict[str, Any] = {
@@ -192,6 +194,18 @@ def test_rows_of_an_update_extend_a_catalogue(data: Dataset) -> None:
     assert len(both) == len({*both.ids.tolist()}) == len({*both.ids.tolist(), *alone.ids.tolist()})
     of = dict(zip(both.ids.tolist(), both.vectors(model), strict=True))
     torch.testing.assert_close(torch.stack([of[one] for one in alone.ids.tolist()]), alone.vectors(model))
+
+
+def test_metrics_of_probabilities_are_undefined_after_a_loss_that_ranks() -> None:
+    found = {"auc": 0.7, "log_loss": 2.0, "normalized_entropy": 3.0, "accuracy": 0.4, "calibration": 9.0, "rows": 4}
+    odd = dict.fromkeys(["log_loss", "normalized_entropy", "accuracy", "calibration"])
+    assert finite(found | {"positives": 2}, "bce") == found | {"positives": 2}
+    assert finite(found | {"positives": 2}, "softmax") == found | odd | {"positives": 2}
+    # It decides: because it is to, or because there is no AUC.
+    for metric, positives in (("log_loss", 2), ("auc", 4)):
+        kept = finite(found | {"positives": positives}, "in-batch", metric)
+        assert kept == found | odd | {"log_loss": 2.0, "positives": positives}
+    assert [row[0] for row in metric_grid({"valid": found | odd, "test": {"auc": None}}).rows] == ["AUC", "rows"]
 
 
 @pytest.mark.parametrize("tower", ["user_tower", "item_tower"])

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import cache, partial
 from numbers import Integral, Real
@@ -208,9 +209,10 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     value = value.item() if getattr(value, "shape", None) == () else value  # of NumPy or torch
-    if isinstance(value, int | float) or not isinstance(value, Real):
+    if isinstance(value, int | float) or not isinstance(value, Real | Decimal):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    number = float(value)
+    return int(value if isinstance(value, Integral) else number) if number.is_integer() else number
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

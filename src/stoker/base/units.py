@@ -46,7 +46,7 @@ def parse_size(text: Any) -> int:
             raise ConfigError(f"size {text} is negative. Write for example {_EXAMPLE['size']}.")
         return int(text)
     value, factor = _split(str(text), "size")
-    return int(value * factor)
+    return int(min(value * factor, 1e99))  # 1e400 is infinite
 
 
 def parse_count(text: str | int) -> int:

@@ -115,7 +115,12 @@ def _with_value(error: typer.BadParameter, typed: list[str]) -> Exception:
         name, equals, value = argument.partition("=")
         if name in getattr(error.param, "opts", ()):
             value = value if equals else "".join(typed[place + 1 : place + 2])
-            return ConfigError(f"{name} is {value!r}. {error.message.rstrip('.')}.")
+            said = error.message.rstrip(".")  # whose words depend on the version of Typer
+            if "equal to 1" in said or ">=1" in said:
+                said = "Give at least 1"
+            elif "a valid " in said:
+                said = f"Give a {'whole ' * ('integer' in said)}number"
+            return ConfigError(f"{name} is {value!r}. {said}.")
     return error
 
 

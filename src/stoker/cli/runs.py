@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,11 +80,11 @@ def evaluate(
     split = wanted.split
     with Bars(quiet=as_json):
         loaded, dataset, chosen, size = _open(run, data, wanted, settings)
-        places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
+        known = {"ranking_k": 10, "loss": "bce", "metric": "auc", **loaded.manifest["extra"].get("settings", {})}
         metrics = finite(run_evaluation(
-            loaded.model, chosen, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD, k=places,
+            loaded.model, chosen, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD, k=k or known["ranking_k"],
             catalogue=catalogue_of(loaded.model, dataset, loaded.path),
-        ))  # fmt: skip
+        ), known["loss"], known["metric"])  # fmt: skip
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return
     if absent := len(chosen) - chosen.labelled:
@@ -309,7 +309,10 @@ def compare(
     stoker compare runs/* --metric mrr --plot curves.png
     stoker compare runs/a runs/b --page both.html
     """
+    from rich.console import Console
+
     from stoker.training.report.charts import check_page
+    from stoker.training.tools.compare import MARKS
     from stoker.training.tools.compare import compare as run_comparison
 
     check_new_files(page if page is None else check_page(page), plot=plot)
@@ -320,12 +323,18 @@ def compare(
         found.page(page)
     if printed(found.to_dict(), as_json):
         return
-    show_grids(found.grids())
+    marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
+    grids = found.grids()
+    width = Console().width
+    if max((len(line) for grid in grids for line in grid.text().split("\n")), default=0) > width:
+        say("\n".join(f"{mark} {name}" for name, mark in marks.items()))
+        grids = tuple(grid._replace(headings=["", *marks.values()]) for grid in grids)
+    show_grids(grids)
     if not found.settings:
         say("all settings are the same")
     for text in found.data:
         say(f"data: {text}")
-    _show_curves(found)
+    _show_curves(found, marks, max(20, min(72, width - 12)))
     for text in found.notes:
         say(f"note: {text}", "yellow")
     if plot is not None:
@@ -356,10 +365,8 @@ def report(
         say(f"report: {made}")
 
 
-def _show_curves(found: Comparison) -> None:
-    from rich.console import Console
-
-    from stoker.training.tools.compare import MARKS, curves, text_plot
+def _show_curves(found: Comparison, marks: Mapping[str, str], width: int) -> None:
+    from stoker.training.tools.compare import curves, text_plot
 
     points = curves(found)
     if not points:
@@ -368,9 +375,7 @@ def _show_curves(found: Comparison) -> None:
     if max(map(len, points.values())) < 2:
         say(f"no curves of {found.metric}: each run has at most one evaluation. Use --eval-every or more --epochs")
         return
-    marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
     legend = "   ".join(f"{marks[name]} {name}" for name in points)
-    width = max(20, min(72, Console().width - 12))
     say(f"{found.metric} on the validation rows:   {legend}   * several")
     say(text_plot(points, marks, width=width))
 

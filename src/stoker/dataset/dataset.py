@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -72,6 +72,11 @@ class Dataset:
     def in_memory(self) -> bool:
         """Whether it is in temporary files, which are deleted with the last reference to it. :meth:`save` keeps it."""
         return self._folder is not None
+
+    @property
+    def features(self) -> NoReturn:
+        """Those of :attr:`schema`, which models take."""
+        raise AttributeError("a Dataset has no features, its schema has. Write data.schema, as in DLRM(data.schema).")
 
     def check_labelled(self, done: str) -> None:
         """Raise an error for a dataset that has rows without labels.

@@ -300,7 +300,7 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
                 before = finite(evaluate(
                     replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k,
                     catalogue=catalogue_of(replica.model, own, parent),
-                ))  # fmt: skip
+                ), config.loss, config.metric)  # fmt: skip
             read = [each["rows"] if each["bytes"] == log.bytes else None
                     for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
             logs = [log.to_dict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError
 from stoker.base.settings import renamed
 from stoker.base.units import listed
@@ -139,6 +140,7 @@ class RecModel(nn.Module, ABC):
     ) -> None:
         super().__init__()
         given = ModelArguments(**settings)
+        check_types(given, type(self).__name__)
         embedding_dim, placement = given.embedding_dim, given.placement
         if table_dims is not None and not self.mixed_dims:
             raise ConfigError(
@@ -149,8 +151,6 @@ class RecModel(nn.Module, ABC):
                 f"model {self.name!r} takes one vector a feature, but steps name {sorted(steps)}. Leave steps out, or "
                 "subclass stoker.SequenceModel."
             )
-        if given.matmul not in ("fp32", "tf32", "bf16"):
-            raise ConfigError(f"matmul {given.matmul!r} is unknown. Choose 'fp32', 'tf32' or 'bf16'.")
         self.spec = spec
         self.embedding_dim = embedding_dim
         self.pooling = given.pooling

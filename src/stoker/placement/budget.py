@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from stoker.base.checks import checked
 from stoker.base.errors import ConfigError
 from stoker.base.files import url_of
 from stoker.base.settings import Settings, Useless, setting
@@ -71,7 +72,7 @@ class MemoryBudget(Settings, panel="Memory"):
         if self.device_memory == "all":
             self._set("device_memory", None)
         if self.home_path is not None:
-            self._set("home_path", url_of(self.home_path) or os.fspath(self.home_path))
+            self._set("home_path", url_of(self.home_path) or checked("home_path", self.home_path, str))
         super().__post_init__()
 
     @property

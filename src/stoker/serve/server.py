@@ -43,6 +43,7 @@ from stoker.serve.workers import GRACE
 ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
 _ITEMS = 2**17  # that a request may ask for, of all its users
+_RARE = 10  # times the pause between two looks for updates, if they fail: each reads and checks whole files
 _SWEEP = 1.0  # seconds between two looks at idle connections
 RequestRows: TypeAlias = Any  # a list of objects, or an Arrow table
 
@@ -335,13 +336,14 @@ class Server:
     async def _poll(self) -> None:
         """Show what is served, and follow the updates of a run."""
         loop = asyncio.get_running_loop()
-        poll = self.scorer.poll if self.retriever is None else self.retriever.poll
+        poll, every = (self.scorer if self.retriever is None else self.retriever).poll, self.settings.poll
+        pause = every
         while True:
             self.figures.items.set(0 if self.retriever is None else len(self.retriever))
             self.figures.update.set(self.scorer.version.get("update", 0))
             if not self.scorer.follows:
                 return
-            await asyncio.sleep(self.settings.poll)
+            await asyncio.sleep(pause := min(2 * pause, _RARE * every) if self.problem else every)
             before, problem = self.scorer.version, self.problem
             try:
                 if await loop.run_in_executor(self._follower, poll):

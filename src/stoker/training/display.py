@@ -172,6 +172,7 @@ class ProgressBar(_Lines):
 
     def __exit__(self, *error: object) -> None:
         self._kernels.close()
+        self._bar.refresh()  # a notebook keeps what was shown last
         self._bar.stop()
 
     def start(self, step: int, total: int, facts: str) -> None:

@@ -302,7 +302,7 @@ def finish(state: TrainState) -> TrainResult:
     if split := state.data.splits.get("test"):
         test = finite(evaluate(
             model, split, lookahead=config.some_lookahead, k=config.ranking_k, catalogue=state.catalogue
-        ))  # fmt: skip
+        ), config.loss, config.metric)  # fmt: skip
         state.write(kind="test", step=progress.step if best is None else best["step"], **test)
     metrics, name = (test, "test") if test else ({} if best is None else best["valid"], "valid")
     if said := leak_hint(state.data, metrics, name):
@@ -353,5 +353,5 @@ def _go_to_best(state: TrainState) -> dict[str, Any] | None:
                 model, state.data.valid, rows=config.valid_rows, lookahead=config.some_lookahead, k=config.ranking_k,
                 catalogue=state.catalogue,
             )  # fmt: skip
-            return {"step": progress.step, "valid": finite(found)}
+            return {"step": progress.step, "valid": finite(found, config.loss, config.metric)}
     return best

@@ -285,7 +285,7 @@ def _evaluate(state: TrainState) -> bool:
         )  # fmt: skip
         if stop.asked():
             return False
-        metrics = finite(found)
+        metrics = finite(found, config.loss, config.metric)
         if progress.latest is None and deciding(metrics, config.metric) != config.metric:
             state.shown.note(undefined(config.metric))
         improved = progress.judge(metrics, config.metric)

@@ -15,10 +15,11 @@ import polars as pl
 from stoker.base.checks import fail
 from stoker.base.errors import DataError
 from stoker.base.units import listed
+from stoker.prep.parse.floats import EXPONENT
 from stoker.prep.parse.frames import Field, MissingColumnError, parquet_types
 from stoker.prep.parse.ingest import Source, file_columns
 from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
-from stoker.prep.parse.notation import MIXED, PLAIN, is_moment, notation_of, written
+from stoker.prep.parse.notation import MIXED, PLAIN, is_moment, notation_of, text_of_floats, written
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import Recipe
 from stoker.prep.rows.featured import raw_fields
@@ -123,7 +124,6 @@ def with_one_notation(task: Task) -> Task:
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
         types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
-        _check_values(task.schema, {name for each in types.values() for name in each if each[name].is_numeric()})
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
@@ -141,18 +141,23 @@ def with_one_notation(task: Task) -> Task:
                 shapes.remove("text")  # there is none
             if len(shapes) > 1:
                 found[name] = _DAY_AND_TIME if shapes == {"date", "time"} else MIXED
+        typed = [(name, kind) for each in types.values() for name, kind in each.items() if kind.is_numeric()]
+        floats = listed & {name for name, kind in typed if kind.is_float()} - found.keys()
+        _check_values(task.schema, {name for name, _ in typed}, floats)
     tables = {one.table_name for one in task.schema.features if found.get(one.raw) == PLAIN}
     found = {**{one.raw: PLAIN for one in task.schema.features if one.table_name in tables}, **found}
     return replace(task, schema=replace(task.schema, notation=found)) if found else task
 
 
-def _check_values(schema: Schema, numbers: set[str]) -> None:
+def _check_values(schema: Schema, numbers: set[str], floats: set[str]) -> None:
     """Raise :class:`SchemaError` if a condition compares ids that are numbers in a file with a text that none has."""
     ids = {one.raw for one in schema.features if one.type == "string"} & numbers
-    for feature in (one for one in schema.feature if getattr(one, "tested", "") in ids):
-        for value in (values := getattr(feature, "values", ())):
-            plain = written(pl.Series([value]), PLAIN)[0]
-            if plain not in (value, *values) and re.fullmatch(r"-?\d+\.\d+", value):
+    for feature, tested in ((one, getattr(one, "tested", "")) for one in schema.feature):
+        for value in (values := getattr(feature, "values", ()) if tested in ids else ()):
+            plain, number = written(pl.Series([value]), PLAIN)[0], re.fullmatch(r"-?\d+\.\d+", value)
+            if tested in floats and (number := number or re.search(EXPONENT, value)):  # no text says how to write it
+                plain = text_of_floats(pl.Series([float(value)]))[0]
+            if plain not in (value, *values) and number:
                 fail(feature.where, "values", f"holds {value!r}, and the column numbers: write {plain!r}")
 
 

@@ -42,7 +42,7 @@ class Logger(Protocol):
 
 
 class RunLog:
-    """Append records to metrics.jsonl. First drop records after ``step``, which a killed run left.
+    """Append records to metrics.jsonl. First drop those after ``step``, which a killed run left, and that of the test.
 
     ``again``: also drop the training record at ``step``, because the next one repeats its steps.
     """
@@ -123,7 +123,7 @@ def _cut(path: Path, step: int, *, again: bool) -> None:
         for line in lines:
             try:
                 record = json.loads(line)
-                fits = record["step"] <= step - (again and record.get("kind") == "train")
+                fits = record["kind"] != "test" and record["step"] <= step - (again and record["kind"] == "train")
             except (ValueError, KeyError, TypeError):
                 continue  # an incomplete line of a killed run
             if fits:

@@ -27,9 +27,11 @@ from typing import Any, TypeAlias, TypeVar
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
 from stoker.base.files import SEAL, atomic_file, check_name, lock_file, seal, sync_folder, unseal
+from stoker.base.settings import renamed
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
+from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint as ckpt
 from stoker.training.scores.metrics import merit
 
@@ -128,8 +130,10 @@ class RunDirectory:
             file.write(json.dumps(seal(values), indent=1, allow_nan=False).encode() + b"\n")
 
     def config(self) -> dict[str, Any]:
-        """Return ``config.json``, after a check that its model is known."""
+        """Return ``config.json``, after a check that its settings and its model are known."""
         values = self.read("config.json")
+        if unknown := sorted(renamed(values["settings"]).keys() - TrainConfig.__dataclass_fields__.keys()):
+            raise ConfigError(f"{self.path / 'config.json'} has settings of a newer Stoker: {unknown}. Upgrade it.")
         model = values["settings"].get("model")
         if model is not None and model not in MODELS:
             raise ConfigError(f"{self.path} trains a model {model!r}, unknown here. {unknown_model(self.path, model)}")

@@ -26,7 +26,9 @@ def advise(run: Record, analysis: Record | None) -> list[Advice]:
     """Return advice, the most valuable first; ``run`` is what :func:`stoker.training.report.page.read` returns."""
     found = [*_epochs(run), *_stalls(run)]
     if analysis is not None:
-        found += [*_tables(analysis), *_unknown(analysis), *_cache(run, analysis), *_calibration(analysis)]
+        likely = run["settings"]["loss"] == "bce"  # else scores are no probabilities
+        found += [*(_tables(analysis) if likely else ()), *_unknown(analysis), *_cache(run, analysis)]
+        found += _calibration(analysis) if likely else ()
     doubts = weak({"validation": run["valid"], "test": run["test"]}, run["settings"]["loss"])
     return [*doubts, *_baseline(run), *found]
 

@@ -137,10 +137,9 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
     if analysis is None:
         parts.append(section("Tables, calibration, slices", f"<p>Not measured: {escape(missing)}</p>"))
     else:
-        parts += [
-            section("What tables cost and bring", _tables(analysis)),
-            section("Calibration and slices", _calibration(analysis)),
-        ]
+        parts.append(section("What tables cost and bring", _tables(analysis)))
+        if run["settings"]["loss"] == "bce":
+            parts.append(section("Calibration and slices", _calibration(analysis)))
     usual = [TrainConfig().to_dict(), FORMER, {} if analysis is None else analysis.get("chosen", {})]
     rows = [
         [name, json.dumps(value)]
@@ -170,9 +169,6 @@ def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
     tiles: list[tuple[str, str]] = []
     names = metric_names(run["k"])
     for name, words in sorted(names.items(), key=lambda each: each[0] != run["metric"]):
-        odd = name in ("log_loss", "normalized_entropy", "accuracy", "calibration") and name != run["metric"]
-        if run["settings"]["loss"] != "bce" and odd:
-            continue  # a model that ranks has no probabilities
         if test.get(name) is not None and len(tiles) < 3:
             tiles.append((f"{test[name]:.4f}", f"{words}, {metrics} rows"))
     if run["samples"]:

@@ -27,7 +27,7 @@ from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
 from stoker.tables.ranks.share import Shares, whole_of
-from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
+from stoker.training.scores.metrics import OF_PROBABILITIES, RankingMetrics, StreamingMetrics, deciding
 from stoker.training.scores.tiles import tiled_scores
 
 if TYPE_CHECKING:
@@ -256,9 +256,10 @@ def _scored(
             counted.add(len(scores))
 
 
-def finite(metrics: dict[str, float]) -> dict[str, float | None]:
-    """Return the metrics with None for undefined values, for JSON."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+def finite(metrics: dict[str, float], loss: str = "bce", metric: str = "auc") -> dict[str, float | None]:
+    """Return the metrics with None if undefined, as those of probabilities after a loss that ranks, but ``metric``."""
+    found = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return found if loss == "bce" else found | dict.fromkeys(OF_PROBABILITIES - {deciding(found, metric)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

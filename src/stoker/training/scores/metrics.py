@@ -36,6 +36,7 @@ _NAMES = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy", "accuracy": "accuracy",
     "calibration": "calibration",
 }  # fmt: skip
+OF_PROBABILITIES = _NAMES.keys() - {"auc"}
 _RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
@@ -97,14 +98,12 @@ def metric_grid(columns: Mapping[str, Mapping[str, float | None]], title: str = 
     """Return a table with a line for each metric and a column for each set of rows."""
     k = next((int(k) for metrics in columns.values() if (k := metrics.get("ranking_k"))), None)
     rows = []
-    has = {name for metrics in columns.values() for name in metrics}
     for name, words in metric_names(k).items():
-        if name in RECALL and name not in has:
-            continue
         values = [metrics.get(name) for metrics in columns.values()]
-        rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
+        if any(value is not None for value in values):
+            rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
     counted = {"rows": "rows"} | ({} if k is None else {"lists with a positive": "ranked_groups"})
-    counted |= {"items of the catalogue": "catalogue"} if "catalogue" in has else {}
+    counted |= {"items of the catalogue": "catalogue"} if any("catalogue" in each for each in columns.values()) else {}
     for words, name in counted.items():
         rows.append([words, *(f"{int(metrics.get(name) or 0):,}" for metrics in columns.values())])
     return Grid(["", *columns], rows, title)
