@@ -698,7 +698,6 @@ class FastResidency(Residency):
         return made
 
     def fits(self, rows: Ints) -> bool:
-        """Return True if a plan for ``rows`` would find enough slots now."""
         missing, parked = _missing(np.ascontiguousarray(rows, np.int64), self._directory, self._slots)
         return bool(missing <= self.free - parked)
 

@@ -171,6 +171,11 @@ class Residency:
         """Return the bytes that an announced batch takes until its plan, with its lookups."""
         return known_bytes(distinct, lookups)
 
+    def fits(self, rows: Ints) -> bool:
+        """Return True if a plan for ``rows`` would find enough slots now."""
+        slots = [item.slot for row in rows.tolist() if (item := self._rows.get(row)) is not None and item.slot >= 0]
+        return len(rows) - len(slots) <= self.free - sum(slot in self._parked for slot in slots)
+
     def skip(self) -> None:
         """Drop the first announced batch without a plan, but not its hints."""
         _, begin, rows = self._window.popleft()

@@ -83,7 +83,7 @@ class ShardedResidency:
         ]
         self._window: deque[RowsByShard] = deque()
 
-    def _each(self, work: Callable[[int, Any], Any]) -> list[Any]:
+    def _each(self, work: Callable[[int, Residency], Any]) -> list[Any]:
         """Return what ``work`` returns for each shard, on three of four threads: others find distinct rows."""
         found: list[Any] = [None] * len(self.shards)
         left = iter(range(len(self.shards)))
