@@ -22,14 +22,14 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_410,
+    "base": 2_425,
     "ops": 7_153,
     "dataset": 3_131,
     "optim": 607,
-    "tables": 13_409,
+    "tables": 13_413,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_139,
+    "training": 11_157,
     "rewrite": 1_810,
     "prep": 13_751,
     "synthetic": 1_660,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_591
+ALL_LINES = 66_628
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

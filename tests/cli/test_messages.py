@@ -72,6 +72,8 @@ def test_threads_sleep_while_they_wait_if_other_programs_use_the_cores(
     monkeypatch.setattr(command_line, "_yield_cores", lambda: 1 / 0)
     for command in ("plan", "inspect", "serve", "train", "--help"):
         assert say(command, "--help")[0] == 0
+    for command in ("inspect", "compact", "report"):
+        assert say(command, "nowhere")[0] == 2
     with pytest.raises(ZeroDivisionError):
         call("train", "data")
 

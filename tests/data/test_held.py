@@ -53,9 +53,9 @@ def test_held_batches_equal_those_from_files(kind: str, settings: dict[str, Any]
     split = dataset(tmp_path / "d", kind).train
     plain = split.batches(64, **settings)
     held = split.batches(64, **settings, data_memory=resident_bytes(split, plain.rows))
-    assert held.held
-    assert not plain.held
-    assert not split.batches(64, **settings, data_memory=resident_bytes(split, plain.rows) - 1).held
+    assert held.resident
+    assert not plain.resident
+    assert not split.batches(64, **settings, data_memory=resident_bytes(split, plain.rows) - 1).resident
     for _ in range(2):
         for ours, theirs in zip(held, plain, strict=True):
             assert ours.step == theirs.step

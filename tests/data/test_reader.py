@@ -525,6 +525,23 @@ def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int,
 
 
 @pytest.mark.slow
+def test_a_stage_half_read_has_no_thread_when_the_interpreter_ends() -> None:
+    """Such a thread may be inside torch, and then the process is aborted: seen in one of 15 scripts."""
+    code = """
+        import atexit, threading
+        atexit.register(lambda: print([each.name for each in threading.enumerate() if "stage" in each.name]))
+        import itertools, stoker, torch
+        table = stoker.TableConfig(name="t", num_embeddings=100, embedding_dim=2)
+        tables = stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(slots=20))
+        batches = (stoker.Batch(dense=torch.zeros(1, 0), ids=torch.tensor([[n % 100]])) for n in itertools.count())
+        feed = iter(stoker.stage(batches, tables, lookahead=4, background=True))
+        print(next(feed).ids.tolist(), any("stage" in each.name for each in threading.enumerate()))
+    """
+    out, err = (process := run_python(code, Path())).communicate(timeout=60)
+    assert (process.returncode, out.splitlines(), err) == (0, ["[[0]] True", "[]"], "")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, which this system lacks")
 def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     code = """

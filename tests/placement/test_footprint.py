@@ -82,7 +82,7 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, epoc
     for name, size in most.items():
         assert size <= 1.02 * getattr(expected, name), name  # batches scatter
         assert getattr(expected, name) <= 2.5 * size, name  # powers of two
-    assert expected.index == storage.home.held.words.nbytes
+    assert expected.index == storage.home.stored.words.nbytes
     tables.close()
 
 

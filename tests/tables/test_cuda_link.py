@@ -57,7 +57,7 @@ def with_buffers_given_back_at_once(storage):
 
 def counting_unheld_rows_as_held(storage):
     if not isinstance(storage.home, LogHome):  # whose index says where rows are
-        storage.home.held.words.fill(-1)
+        storage.home.stored.words.fill(-1)
 
 
 MUTATIONS = {
@@ -275,7 +275,7 @@ def test_the_faster_way_of_reading_is_chosen(faster, monkeypatch):
     storage = small(Cached(slots=40)).groups[0].storage
     storage.home.pinned = True
     device = simulated.SimulatedStreams(np.random.default_rng(0))
-    times, fill = cuda_link._times, storage.home.held.words.copy()
+    times, fill = cuda_link._times, storage.home.stored.words.copy()
 
     def measured(home, streams):
         seconds = times(home, streams)
@@ -286,7 +286,7 @@ def test_the_faster_way_of_reading_is_chosen(faster, monkeypatch):
     monkeypatch.setattr(cuda_link, "_times", measured)
     simulated.use(storage, device, reading="auto")
     assert storage._link.reading == faster
-    assert (storage.home.held.words == fill).all()  # measuring stores nothing
+    assert (storage.home.stored.words == fill).all()  # measuring stores nothing
 
     def failing(*given):
         raise RuntimeError("pointer argument cannot be accessed")

@@ -177,7 +177,7 @@ def test_rows_nobody_stored_are_those_a_resident_run_starts_from(kind, dim, dtyp
         assert torch.equal(got.weight, wanted[torch.from_numpy(rows)])
         assert not any(tensor.any() for tensor in got.state.values())
         assert torch.equal(home.read(200, 900).weight, wanted[200:900])
-        assert not home.held.of(np.arange(home.num_rows)).any()
+        assert not home.stored.contains(np.arange(home.num_rows)).any()
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(5, "bfloat16"), (16, "bfloat16"), (16, "float32")])
@@ -222,8 +222,8 @@ def test_stored_rows_come_from_their_places(kind):
         generator = np.random.default_rng(0)
         rows, places = generator.permutation(5000)[:1000], generator.permutation(3000)[:1000]
         home.store(rows, slots, places)
-        assert home.held.of(rows).all()
-        assert int(home.held.of(np.arange(5000)).sum()) == 1000
+        assert home.stored.contains(rows).all()
+        assert int(home.stored.contains(np.arange(5000)).sum()) == 1000
         got = home.read(0, 5000)
         assert equal(pick(got, torch.from_numpy(rows)), pick(slots, torch.from_numpy(places)))
         others = np.setdiff1d(np.arange(5000), rows)
@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_refused(kind):
                 home.store(int64(1), bad)
         with pytest.raises(ValueError, match="must be float32"):
             home.store(int64(1), Rows(fine.weight, {"sum": torch.zeros(3, dtype=torch.float64)}))
-        assert not home.held.of(np.arange(home.num_rows)).any()
+        assert not home.stored.contains(np.arange(home.num_rows)).any()
 
 
 def test_no_rows_is_fine(kind):
@@ -325,7 +325,7 @@ def test_no_rows_is_fine(kind):
         home.fetch(int64(), home.empty(0))
         home.store(int64(), home.empty(5), int64())
         home.flush()
-        assert not home.held.of(np.arange(home.num_rows)).any()
+        assert not home.stored.contains(np.arange(home.num_rows)).any()
 
 
 def test_a_closed_home_says_so(kind):
@@ -580,7 +580,7 @@ def test_a_file_cut_short_during_a_store_is_an_error_and_the_rows_stay_unmarked(
         monkeypatch.setattr(home, step, cut)
         with pytest.raises(HomeError, match="something has changed its length"):
             home.store(int64(3900), random_rows(home, 1, 1))
-        assert not home.held.of(int64(3900)).any()
+        assert not home.stored.contains(int64(3900)).any()
 
 
 def test_a_file_that_shrinks_during_a_fetch_is_an_error_that_names_the_row(held, monkeypatch):
@@ -619,7 +619,7 @@ def test_a_full_disk_is_an_error_with_numbers_and_the_rows_stay_unmarked(file_ki
             os.close(fd)
             os.close(mine)
             del home._check_length
-        assert not home.held.of(rows).any()
+        assert not home.stored.contains(rows).any()
         assert torch.equal(home.read(0, 10).weight, home.initial.rows(np.arange(10)))
         home.store(rows, values)  # once there is space again, the same store works
         got = home.empty(len(rows))
@@ -644,7 +644,7 @@ def test_a_limit_on_file_size_is_an_error_with_its_remedy(file_kind, tmp_path):
                 FileHome(one_table(40_000, 16), BOTH, directory=tmp_path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert home.held.of(int64(1, 39_000)).tolist() == [True, False]
+        assert home.stored.contains(int64(1, 39_000)).tolist() == [True, False]
         assert len(list(tmp_path.iterdir())) == 1  # the home that could not be made left nothing
 
 
@@ -755,7 +755,7 @@ def test_an_interrupt_stops_the_other_threads_before_it_leaves(kind, tmp_path, m
             home.store(np.arange(0, 4000, 2), rows)
         assert not at_work
         monkeypatch.undo()
-        assert not home.held.of(np.arange(home.num_rows)).any()
+        assert not home.stored.contains(np.arange(home.num_rows)).any()
         home.write(0, rows)
         assert equal(home.read(0, 4000), rows)
 

@@ -87,8 +87,8 @@ def test_a_hot_row_has_one_copy() -> None:
     storage.flush()
     tables.state_dict()
     addresses = storage.hot.addresses()
-    assert not storage.home.held.of(addresses).any()
-    assert storage.home.held.of(np.setdiff1d(np.arange(storage.num_rows), addresses)).any()
+    assert not storage.home.stored.contains(addresses).any()
+    assert storage.home.stored.contains(np.setdiff1d(np.arange(storage.num_rows), addresses)).any()
     tables.close()
 
 

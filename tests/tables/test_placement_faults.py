@@ -80,7 +80,7 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
 @pytest.mark.parametrize(("chunk", "stored"), [(2**20, 0), (7, 1)])
 def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, stored, monkeypatch):
     """Also the rows of later chunks."""
-    monkeypatch.setattr("stoker.tables.slots.slotted._STORED", chunk)
+    monkeypatch.setattr("stoker.tables.slots.slotted._CHUNK_ROWS", chunk)
     tables, expected = build(Cached(slots=60)), build()
     for each in (tables, expected):
         train(each, batches(3))
@@ -225,6 +225,28 @@ def test_an_interrupt_does_not_hang():
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not staging_threads()
+
+
+def test_a_loop_that_an_error_keeps_is_collected_with_its_thread():
+    """The error of a stream leads to the frame that caught it, and this to a loop that was left half-way."""
+
+    def failing():
+        yield from batches(2)
+        raise OSError("the disk of the data went away")
+
+    def caught():
+        first, second = build(Cached(slots=60)), build(Cached(slots=60))
+        feed = iter(stage(batches(100), first, background=True))
+        next(feed)
+        try:
+            train(second, stage(failing(), second, background=True))
+        except OSError:
+            return staging_threads()
+
+    (thread,) = caught()
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def writebacks():

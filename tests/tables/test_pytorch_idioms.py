@@ -442,7 +442,7 @@ def test_copies_keep_the_scale_of_gradients() -> None:
     tables.gradient_scale = 0.25
     tables.step_each_backward()
     for found in (copy.deepcopy(tables), pickle.loads(pickle.dumps(tables))):
-        assert (found.gradient_scale, found._steps.checked) == (0.25, False)
+        assert (found.gradient_scale, found._stepper.checked) == (0.25, False)
     with pytest.raises(stoker.ConfigError, match="call as_optimizer"):
         copy.deepcopy((tables, tables.as_optimizer()))
 
@@ -1376,7 +1376,7 @@ def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
         optimizer.zero_grad()
         head(tables(ids).flatten(1)).sum().backward()
         optimizer.step()
-    assert len(tables._steps._accumulation.followed(optimizer).watched or {}) == 1
+    assert len(tables._stepper._accumulation.followed(optimizer).watched or {}) == 1
 
 
 def test_a_loop_in_step_is_watched_at_one_parameter_and_other_models_at_none() -> None:
@@ -1389,7 +1389,7 @@ def test_a_loop_in_step_is_watched_at_one_parameter_and_other_models_at_none() -
     for _ in range(3):
         other(torch.ones(2)).sum().backward()
         beside.step()
-    followed = tables._steps._accumulation.followed
+    followed = tables._stepper._accumulation.followed
     assert list(followed(optimizer).watched or {}) == [head[0].bias]
     assert not followed(beside).watched
 

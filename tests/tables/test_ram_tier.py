@@ -90,7 +90,7 @@ def test_any_trace_equals_a_plain_table(rows, frames, block, store, nested, call
             else:
                 home.flush()
                 check(home, versions, inner.inner.read(0, rows), whole)
-            assert np.array_equal(home.held.of(whole), versions > 0)
+            assert np.array_equal(home.stored.contains(whole), versions > 0)
             owned = home._owned(np.arange(home.num_frames))
             assert np.array_equal(home._block_in >= 0, owned)
             assert len(set(home._block_in[owned].tolist())) == owned.sum() == (home._frame_of > 0).sum()
@@ -179,7 +179,7 @@ def test_a_store_that_fails_is_named_and_loses_no_row(monkeypatch):
         check(home, versions, fetched(home, some), some)
     with pytest.raises(HomeError, match="store failed"):
         home.flush()
-    assert not home.held.of(other).any()
+    assert not home.stored.contains(other).any()
     spy.failing = ""
     home.store(other, numbered(home, other, 2))
     versions[other] = 2

@@ -84,9 +84,9 @@ def test_a_real_measurement_leaves_nothing_behind(data: stoker.Dataset) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("settings", "held"), [({"data_memory": "1GiB"}, True), ({}, False)])
+@pytest.mark.parametrize(("settings", "resident"), [({"data_memory": "1GiB"}, True), ({}, False)])
 def test_rows_lie_where_the_run_will_have_them(
-    data: stoker.Dataset, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], held: bool
+    data: stoker.Dataset, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], resident: bool
 ) -> None:
     streams: list[Any] = []
 
@@ -100,7 +100,7 @@ def test_rows_lie_where_the_run_will_have_them(
     with replica.throwaway(data, config, 3) as (model, batches):
         losses = [float(model.step(batch)) for batch in batches]
     assert len(losses) == 3
-    assert [stream.held for stream in streams] == [held]
+    assert [stream.resident for stream in streams] == [resident]
     with replica.throwaway(data, config.replace(data_memory="0"), 3) as (model, batches):
         assert [float(model.step(batch)) for batch in batches] == losses
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,6 +304,19 @@ def test_the_bar_shows_notes_as_they_are_and_those_of_kernels_too(
     said = capsys.readouterr().err
     assert "'stoker[tensorboard]' :smile:" in said
     assert "now kernel" in said
+
+
+@pytest.mark.parametrize(("policy", "times"), [(None, 1), ("active", 0)])
+def test_a_run_says_once_that_other_programs_use_the_cores(
+    policy: str | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr("stoker.training.progress.worked_for_others", count(0.0, 1e6).__next__)
+    data = make_dataset(tmp_path / "data", rows=200, num_embeddings=(9, 7))
+    stoker.train(data, out=tmp_path / "run", **{**SMALL, "steps": 3, "log_every": 1, "display": "plain"})
+    assert capsys.readouterr().err.count("cores, and threads spin while they wait") == times
 
 
 def test_a_narrow_terminal_shows_all_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

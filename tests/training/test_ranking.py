@@ -75,7 +75,7 @@ def test_equals_the_definitions_with_ties_and_scattered_lists(rows: list[tuple[f
 def test_equals_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.metrics import ndcg_score, roc_auc_score
 
-    monkeypatch.setattr(metrics, "_PIECE", 100)  # many pieces, and groups larger than one
+    monkeypatch.setattr(metrics, "_BLOCK", 100)  # many blocks, and groups larger than one
     generator = np.random.default_rng(2)
     sizes = [1, 2, 3, 25, 25, 400, 7, 30]
     groups = np.repeat(np.arange(len(sizes)), sizes)

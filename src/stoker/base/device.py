@@ -88,8 +88,17 @@ def contending(seconds: float = 0.1) -> float:
     """Return how many cores other programs use, if they leave fewer than this process may use; else 0."""
     before = _worked()
     time.sleep(seconds)
-    others = (_worked() - before) / (100 * seconds)
+    return contended((_worked() - before) / (100 * seconds))
+
+
+def contended(others: float) -> float:
+    """Return ``others``, cores that other programs use, if they leave fewer than this process may use; else 0."""
     return others if others > 0.5 and others + cpu_count() > (os.cpu_count() or 1) else 0.0
+
+
+def worked_for_others() -> float:
+    """Return the seconds that cores have worked for other processes; only differences count."""
+    return _worked() / 100 - time.process_time()
 
 
 def _worked() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -15,13 +14,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 _AHEAD = 32  # jobs for an executor that does not say how many workers it has
 _PATIENCE = 5.0  # seconds that the interpreter waits for a thread when it ends
-_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+_running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(name: str, work: Callable[[], None], leave: Callable[[], None]) -> threading.Thread:
     """Start a thread that keeps no interpreter alive; when that ends, it calls ``leave``, which tells ``work`` to."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    _running[thread] = leave
+
+    def run() -> None:
+        _running[thread] = leave
+        try:
+            work()
+        finally:
+            del _running[thread]  # it may lead to the thread itself, which then is never freed
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
 

@@ -43,6 +43,7 @@ COMMANDS = {
     for module, name in (each.split(":") for each in several)
 }
 _HELP_ALONE = ("init", "prepare")  # show their help if they are called without arguments
+_COMPUTING = ("train", "find-lr", "evaluate", "predict", "update", "verify", "trace", "baseline")  # matrix products
 
 
 class _NarrowHelp:
@@ -177,8 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     ranks.typed[:] = arguments
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
-    computes = COMMANDS.get("".join(arguments[:1]), ("",))[0].endswith((".train", ".runs", ".live"))
-    if computes and not {"-h", "--help"} & set(arguments):
+    if arguments and arguments[0] in _COMPUTING and not {"-h", "--help"} & set(arguments):
         _yield_cores()
     told = listening(lambda line: say(line, "dim", error=True) if ranks.speaks() else None)
     with _noting_interrupts() as interrupts, _plain_warnings(), told:

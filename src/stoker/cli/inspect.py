@@ -114,8 +114,8 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
     tables = []
     for table in manifest["tables"]:
         own = {kind: table[kind] for kind in ("shards", "changed", "deleted") if kind in table}
-        size = sum(int(files[piece["file"]]["bytes"]) for pieces in own.values() for piece in pieces)
-        rows = {kind: sum(int(piece["rows"]) for piece in pieces) for kind, pieces in own.items() if kind != "shards"}
+        size = sum(int(files[item["file"]]["bytes"]) for items in own.values() for item in items)
+        rows = {kind: sum(int(item["rows"]) for item in items) for kind, items in own.items() if kind != "shards"}
         tables.append({**{key: value for key, value in table.items() if key not in own}, **rows, "bytes": size})
     found = {
         "kind": "checkpoint",

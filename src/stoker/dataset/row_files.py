@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, hash_file
-from stoker.dataset.shards import header_of, tensor_views, write_pieces
+from stoker.dataset.shards import header_of, tensor_views, write_chunks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +54,7 @@ def write_group_file(path: Path, rows: int, blocks: Iterable[Int32]) -> dict[str
         DataError: a full disk.
     """
 
-    def pieces() -> Iterator[bytes]:
+    def chunks() -> Iterator[bytes]:
         yield header_of({"group": (np.dtype("<i4"), (rows,))})
         found = 0
         for block in blocks:
@@ -63,7 +63,7 @@ def write_group_file(path: Path, rows: int, blocks: Iterable[Int32]) -> dict[str
         if found != rows:
             raise DataError(f"{path.name}: {found:,} group numbers for {rows:,} rows.")
 
-    size, digest = write_pieces(path, pieces())
+    size, digest = write_chunks(path, chunks())
     return {"bytes": size, "sha256": digest}
 
 

@@ -79,7 +79,7 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    size, digest = write_pieces(path, pieces_of(arrays))
+    size, digest = write_chunks(path, chunks_of(arrays))
     return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest)
 
 
@@ -95,16 +95,16 @@ def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def pieces_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[Any]:
+def chunks_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[Any]:
     """Yield the bytes of a file of safetensors in chunks."""
     # The widest types first: so every tensor is aligned without gaps, which the format forbids.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     yield header_of({name: (arrays[name].dtype, arrays[name].shape) for name in order})
     for name in order:
-        yield from _pieces(arrays[name])
+        yield from _chunks(arrays[name])
 
 
-def write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
+def write_chunks(path: Path, chunks: Iterable[Any]) -> tuple[int, str]:
     """Write a file in chunks, atomically; return its size in bytes and its sha256.
 
     Raises:
@@ -112,13 +112,13 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
     """
     digest, size = hashlib.sha256(), 0
     with atomic_file(path) as file:
-        for piece in pieces:
-            digest.update(piece)
-            size += file.write(piece)
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
     return size, digest.hexdigest()
 
 
-def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
+def _chunks(tensor: npt.NDArray[Any]) -> Iterator[Any]:
     """Yield the bytes of a tensor in chunks."""
     step = max(1, _CHUNK // max(1, tensor.nbytes // max(1, len(tensor))))
     for start in range(0, len(tensor), step):

@@ -139,8 +139,8 @@ class BatchStream:
         self.epoch = 0
         self.position = 0  # batches of this epoch yielded so far
         world_size = reading.world_size
-        self._shares = _RankPositions(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
-        if self.rows and not self._shares.count:
+        self._rank_positions = _RankPositions(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
+        if self.rows and not self._rank_positions.count:
             raise ConfigError(
                 f"split {split.name} has {self.rows:,} rows, fewer than one batch of {self.batch_size:,} for each "
                 f"of {world_size} ranks. Lower batch_size, or pass drop_last=False."
@@ -149,8 +149,8 @@ class BatchStream:
         self._pool_rows = min(rows_that_fit(parse_size(reading.shuffle_memory), bytes_per_row), max(self.rows, 1))
         room = 0 if reading.data_memory is None else parse_size(reading.data_memory)
         self._groups = self._group_order(reading, split) if reading.whole_groups else None
-        self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, resident
-        self._resident: ResidentRows | None = None
+        self.resident = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, in memory
+        self._resident_rows: ResidentRows | None = None
 
     def _group_order(self, reading: Reading, split: SplitRows) -> GroupOrder:
         if split.groups is None:
@@ -172,7 +172,7 @@ class BatchStream:
 
     def __len__(self) -> int:
         """Return the batches per epoch, the same on every rank."""
-        return self._shares.count if self._groups is None else self._groups.count
+        return self._rank_positions.count if self._groups is None else self._groups.count
 
     def __iter__(self) -> Iterator[Batch]:
         batches, ahead = self._produce(self.epoch, self.position), self._reading.prefetch
@@ -186,7 +186,7 @@ class BatchStream:
     def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         """Yield the batches on the chosen device."""
         device = self._reading.device
-        if device is not None and self._reading.on_gpu and not self.held:
+        if device is not None and self._reading.on_gpu and not self.resident:
             yield from copied_ahead(batches, torch.device(device))
             return
         for batch in batches:
@@ -235,7 +235,7 @@ class BatchStream:
             "position": position,
             "seed": self._reading.seed,
             "batch_size": self.batch_size,
-            "world_size": self._shares.world_size,
+            "world_size": self._rank_positions.world_size,
             "rows": self.rows,
             "batches": len(self),
             "pool_rows": self._pool_rows,
@@ -284,7 +284,7 @@ class BatchStream:
             f"{self._pool_rows:,}. Pass the same shuffle_memory",
         )
         if others != ranks and position < len(self):
-            full = min(_RankPositions(self.rows, size, others, drop_last=False).full, self._shares.full)
+            full = min(_RankPositions(self.rows, size, others, drop_last=False).full, self._rank_positions.full)
             check(
                 position <= full,
                 f"is in the last batches of an epoch, which {others} ranks divide differently than {ranks}. Finish the "
@@ -309,24 +309,24 @@ class BatchStream:
             order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
         else:
             order = self._groups.shuffle(reading.seed, epoch)
-        held = self.held and not again
-        if reading.seed is not None or held or self._groups is not None:
+        resident = self.resident and not again
+        if reading.seed is not None or resident or self._groups is not None:
             split.check_rows(0, self.rows)  # a shuffled batch has rows of all shards
-        pages = None if held else _Pages(split, order, self.rows)
+        pages = None if resident else _Pages(split, order, self.rows)
         gather: Gather
         threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
-        if held:
-            if self._resident is None:
+        if resident:
+            if self._resident_rows is None:
                 device = torch.device(reading.device or "cpu")
-                self._resident = ResidentRows(split.shards, self.rows, device, threads=threads)
-            gather = self._resident
+                self._resident_rows = ResidentRows(split.shards, self.rows, device, threads=threads)
+            gather = self._resident_rows
         else:
             gather = make_gather(split.shards, split.starts, ids_only=ids_only, threads=threads)
         fresh = again or not (self.reuse or reading.pinned)
         # This generator shares nothing that changes: an abandoned one whose thread is still ending does no harm.
         ring: list[dict[str, Tensor]] = [{} for _ in range(reading.prefetch + 2)]
         for index in range(position, end):
-            start, stop = (0, 0) if self._groups is not None else self._shares.span(index, reading.rank)
+            start, stop = (0, 0) if self._groups is not None else self._rank_positions.span(index, reading.rank)
             if reading.seed is None:
                 split.check_rows(start, stop)
             if pages is not None:

@@ -307,21 +307,21 @@ def _begins(known: Mapping[str, Any], hash_at: Callable[[int, int], str]) -> boo
 def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, object]]:
     """Return a log; its bytes, decompressed; and the sizes of known logs that it begins with, with what they are."""
     with path.open("rb") as file:
-        size, digest, found = _hash_pieces(iter(partial(file.read, _BLOCK), b""), known)
+        size, digest, found = _hash_chunks(iter(partial(file.read, _BLOCK), b""), known)
     found = {size: one for size, one in found.items() if one.may_grow(name, packed=False)}
     if not is_packed(path):
         return Log(name, size, digest), size, {size: one.shown for size, one in found.items()}
-    length, text, more = _hash_pieces(text_of(path), known)
+    length, text, more = _hash_chunks(text_of(path), known)
     found |= {size: one for size, one in more.items() if one.may_grow(name, packed=True)}
     return Log(name, size, digest, text, length), length, {size: one.shown for size, one in found.items()}
 
 
-def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, KnownLog]]:
+def _hash_chunks(chunks: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, KnownLog]]:
     """Return the size and sha256 of bytes; and the sizes of known logs that they begin with, with what is known."""
     digest, done, found = hashlib.sha256(), 0, dict[int, KnownLog]()
     stops = sorted(known, reverse=True)
-    for piece in pieces:
-        rest = memoryview(piece)
+    for chunk in chunks:
+        rest = memoryview(chunk)
         while stops and stops[-1] <= done + len(rest):
             cut = stops.pop() - done
             digest.update(rest[:cut])

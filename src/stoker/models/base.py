@@ -317,9 +317,9 @@ class RecModel(nn.Module, ABC):
             raise ConfigError(f"CUDA graphs need a model on a GPU; this one is on {self.device}. Leave them out.")
         if self._compiled is not None:
             raise ConfigError("the dense part is compiled. Choose torch.compile or CUDA graphs.")
-        held = [name for name, _ in _DensePart(self).named_buffers()]
-        if held:
-            raise ConfigError(f"CUDA graphs do not serve models with buffers, such as {held[0]!r}. Leave them out.")
+        buffers = [name for name, _ in _DensePart(self).named_buffers()]
+        if buffers:
+            raise ConfigError(f"CUDA graphs do not serve models with buffers, such as {buffers[0]!r}. Leave them out.")
         self._compiled = DenseGraphs(self, self.dense_part, self.dense_parameters)
 
     @torch.no_grad()

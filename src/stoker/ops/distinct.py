@@ -149,7 +149,7 @@ def to_slots(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor
 
 def _scratch(size: int) -> tuple[Any, Any]:
     """Return a hash table of this thread, all -1, and an array for the values of its places."""
-    held: tuple[Any, Any] | None = getattr(_local, "held", None)
-    if held is None or len(held[0]) < size:
-        held = _local.held = (np.full(size, -1, np.int64), np.empty(size, np.int32))
-    return held
+    buffers: tuple[Any, Any] | None = getattr(_local, "buffers", None)
+    if buffers is None or len(buffers[0]) < size:
+        buffers = _local.buffers = (np.full(size, -1, np.int64), np.empty(size, np.int32))
+    return buffers

@@ -77,18 +77,18 @@ class _Recorded:
         before = [dict(each) for each in modules]
         try:
             for each in modules:
-                each.update({name: self._aliases.get(id(held), held) for name, held in each.items()})
+                each.update({name: self._aliases.get(id(tensor), tensor) for name, tensor in each.items()})
             yield
         finally:
-            for each, held in zip(modules, before, strict=True):
-                each.update(held)
+            for each, tensors in zip(modules, before, strict=True):
+                each.update(tensors)
 
 
 class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorded: _Recorded, *given: Tensor) -> Tensor:
-        for held, value in zip(recorded.inputs, given, strict=False):  # the parameters are where they were
-            held.detach().copy_(value)
+        for parameter, value in zip(recorded.inputs, given, strict=False):  # the parameters are where they were
+            parameter.detach().copy_(value)
         recorded.forward()
         recorded.runs += 1
         ctx.recorded, ctx.run = recorded, recorded.runs

@@ -234,23 +234,23 @@ def expect(
             keep = (low + high) / 2
             full = float((group.rows * group.occupied(keep, in_flight)).sum()) > slots
             low, high = (low, keep) if full else (keep, high)
-    hits = lookups_hit = held = 0.0
+    hits = lookups_hit = kept = 0.0
     moments = _MOMENTS if group.finite.any() else 1
     for moment in range(moments):
         share = (moment + 0.5) / moments
         hit = group.recent(share, keep)
         if spare > 0:
-            stays, held = group.staying(share, taken, spare)
+            stays, kept = group.staying(share, taken, spare)
             hit = stays * group.recent(share, np.inf) + (1 - stays) * hit
         hits += float((group.rows * group.q * hit).sum()) / moments
         lookups_hit += float((group.rows * group.lookups * hit).sum()) / moments
     distinct = float((group.rows * group.q).sum())
     # Each fetched row is written back, except those in slots at the end of the epoch.
-    held += min(float(taken.sum()), slots)
+    kept += min(float(taken.sum()), slots)
     first = float((group.rows / group.batches).sum())
     return Traffic(
         distinct=distinct, hits=hits, lookups=float((group.rows * group.lookups).sum()), lookups_hit=lookups_hit,
-        first=first, written=max(0.0, distinct - hits - held / float(group.batches.max())),
+        first=first, written=max(0.0, distinct - hits - kept / float(group.batches.max())),
     )  # fmt: skip
 
 

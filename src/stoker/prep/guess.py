@@ -614,14 +614,14 @@ def _list_text(guess: Guess, values: pl.Series) -> bool:
         having = values.filter(values.str.contains(separator, literal=True))
         if len(having) < 0.3 * len(values) and not (separator == "|" and len(having) >= 0.05 * len(values)):
             continue
-        pieces = values.str.split(separator).explode()
-        codes = bool(pieces.str.contains(r"^[A-Za-z]?[0-9]+$").mean() >= _NUMERIC)  # type: ignore[operator]
-        blanks = bool(pieces.str.contains(r"^\s|\s$").any())
-        if (separator == " " and not codes) or (separator == "," and blanks) or pieces.n_unique() > len(pieces) / 1.5:
+        texts = values.str.split(separator).explode()
+        codes = bool(texts.str.contains(r"^[A-Za-z]?[0-9]+$").mean() >= _NUMERIC)  # type: ignore[operator]
+        blanks = bool(texts.str.contains(r"^\s|\s$").any())
+        if (separator == " " and not codes) or (separator == "," and blanks) or texts.n_unique() > len(texts) / 1.5:
             continue
-        whole = bool(pieces.drop_nulls().str.contains(r"^(0|[1-9][0-9]{0,17})$").all())
+        whole = bool(texts.drop_nulls().str.contains(r"^(0|[1-9][0-9]{0,17})$").all())
         longest = int(values.str.count_matches(separator, literal=True).max()) + 1  # type: ignore[arg-type]
-        _sequence(guess, pieces, {"separator": separator, **({"type": "int"} if whole else {})}, longest)
+        _sequence(guess, texts, {"separator": separator, **({"type": "int"} if whole else {})}, longest)
         if not codes and separator in ",;":
             guess.doubts.append(f"lists separated by {separator!r}, or texts with such a character in them?")
         return True

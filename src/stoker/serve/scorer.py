@@ -168,18 +168,18 @@ class Scorer:
             return self._together(requests)
 
     def _together(self, requests: Sequence[Any]) -> list[ScoreArray]:
-        pieces: list[Any] = []
+        groups: list[Any] = []
         encoder = self.encoder
         for rows in requests:
-            last = pieces[-1] if pieces and encoder.independent else None  # its rows may be encoded with these
+            last = groups[-1] if groups and encoder.independent else None  # its rows may be encoded with these
             if isinstance(rows, list):
                 encoder.check_objects(rows)
-                pieces.append(pieces.pop() + rows if isinstance(last, list) else rows)
+                groups.append(groups.pop() + rows if isinstance(last, list) else rows)
             elif isinstance(rows, pa.Table) and isinstance(last, pa.Table) and last.schema == rows.schema:
-                pieces.append(pa.concat_tables([pieces.pop(), rows]))
+                groups.append(pa.concat_tables([groups.pop(), rows]))
             else:
-                pieces.append(rows)
-        batches = [encoder.from_objects(each) if isinstance(each, list) else encoder.encode(each) for each in pieces]
+                groups.append(rows)
+        batches = [encoder.from_objects(each) if isinstance(each, list) else encoder.encode(each) for each in groups]
         scores = np.concatenate([self.score_batch(each) for each in batches]) if batches else np.empty(0, np.float32)
         ends = np.cumsum([len(rows) for rows in requests])
         return [scores[end - len(rows) : end] for end, rows in zip(ends, requests, strict=True)]

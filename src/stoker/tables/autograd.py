@@ -86,7 +86,7 @@ class Lookup(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         own = None if tables.share is None else tables.share.shards
-        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born, own)
+        forward = Forward(tables.versions, tables.training, tables._stepper.enclosing(), tables.born, own)
         found = tuple(tables.look_up(many, leases, given))
         bags = tables.kept(many)
         ctx.save_for_backward(*[getattr(each, name) for name in ("ids", "offsets", "weights") for each in bags])
@@ -172,7 +172,7 @@ def _lookup(
     if tables.raw is not None:
         raise ConfigError("tables that grow cannot be compiled by torch.compile yet. Compile the dense part alone.")
     if trains:
-        tables._steps.check()
+        tables._stepper.check()
     versions = torch.tensor(tables.versions)
     with torch.no_grad():
         return tables(ids, offsets, weights), versions
@@ -197,7 +197,7 @@ def _lookup_backward(
     number: int, trains: bool, rows: bool, weighted: bool, traced: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tables = _tables[number]
-    tables._steps.expect_gradient()
+    tables._stepper.expect_gradient()
     # Rows step when the backward ends. By then the compiler has used the memory of the arguments for something else.
     bags = [None if each is None else each.clone() for each in (offsets, weights)]
     call = tables.splitter.check(ids.clone(), *bags, tables.groups[0].backend)

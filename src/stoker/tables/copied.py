@@ -21,7 +21,7 @@ from stoker.tables.storage import Rows
 
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
-    "groups", "number", "splitter", "ranks", "raw", "_births", "_joint", "_copied", "group_of", "_staged", "_steps",
+    "groups", "number", "splitter", "ranks", "raw", "_births", "_joint", "_copied", "group_of", "_staged", "_stepper",
     "_layout", "changes", "_handed", "__weakref__",
 )  # fmt: skip
 _CLOCK, _ENTRIES = "clock", ("raw_ids", "waiting")  # of growing tables
@@ -43,7 +43,7 @@ class CopiedTables(nn.Module):
     groups: list[TableGroup]
     _copied: int | None
     group_of: GroupByTable
-    _steps: RowStepper
+    _stepper: RowStepper
     _handed: Sequence[tuple[Tensor, int]] = ()  # tensors with the versions of copies in the last state_dict
 
     if TYPE_CHECKING:  # of the subclass
@@ -201,14 +201,14 @@ class CopiedTables(nn.Module):
         if self._handed and any(seen._version != version for seen, version in self._handed):
             self._handed = ()
             raise ConfigError(
-                f"a tensor of state_dict() was changed in place, and the rows of {self._steps.name} stayed as they "
+                f"a tensor of state_dict() was changed in place, and the rows of {self._stepper.name} stayed as they "
                 "were: rows that are not on the device are copies there. Give the changed state to load_state_dict(); "
                 "or, if the model is to stay as it is, change copies: {k: v.clone() for k, v in state.items()}."
             )
 
     def __copy__(self) -> Self:
         raise ConfigError(
-            f"copy.copy of a module shares its parameters, but a copy of {self._steps.name} would have rows of its "
+            f"copy.copy of a module shares its parameters, but a copy of {self._stepper.name} would have rows of its "
             "own. Use the same tables in both places, or take copy.deepcopy."
         )
 
@@ -239,11 +239,11 @@ class CopiedTables(nn.Module):
             both = [(name, waiting) for name in self.raw.names for waiting in (False, True)]
             made.raw.load(self.raw.clock, {of: self.raw.read(of[0], waiting=of[1]) for of in both})
         made._copied = made.tick
-        made._steps.scale, made._steps.checked = self._steps.scale, self._steps.checked
+        made._stepper.scale, made._stepper.checked = self._stepper.scale, self._stepper.checked
         with torch.no_grad():
             made.handle.zero_()  # an average with another handle would show
         made.handle.grad = None
-        made._steps.keep(made.handle)
+        made._stepper.keep(made.handle)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,12 +251,12 @@ class CopiedTables(nn.Module):
         rows = {name: value.clone() for name, value in self.state_dict().items()}
         if (starting := get_spawning_popen()) is not None:  # the rows travel in shared memory, which must outlive this
             vars(starting).setdefault("rows_of_tables", []).append(rows)
-        steps = {"scale": self._steps.scale, "checked": self._steps.checked}
+        steps = {"scale": self._stepper.scale, "checked": self._stepper.checked}
         return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows, "steps": steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make(**state["made_with"])
         self.__dict__.update(state["kept"])
-        self._steps.keep(self.handle)
-        vars(self._steps).update(state.get("steps", {}))
+        self._stepper.keep(self.handle)
+        vars(self._stepper).update(state.get("steps", {}))
         self.load_state_dict(state["rows"])

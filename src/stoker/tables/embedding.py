@@ -34,7 +34,7 @@ from stoker.tables.group import TableGroup, joint_of
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
-from stoker.tables.ranks.alike import compare_written, meet, said
+from stoker.tables.ranks.alike import check_alike, compare_written, said
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.share import Share
@@ -47,7 +47,7 @@ from stoker.tables.storage import Lease, Rows, Staged, release_all
 _numbers = itertools.count()
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
+def _same_memory(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of ids share memory that NumPy can change."""
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
@@ -124,13 +124,13 @@ class EmbeddingTables(CopiedTables):
         self.number = next(_numbers)  # compiled code finds these tables by it
         register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
-        self._steps = RowStepper(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
-        self._steps.keep(self.handle)
+        self._stepper = RowStepper(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        self._stepper.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
         self.divided = asked.ranks is not None  # whether each has some of the rows, though all have cores
         self.written = 0  # a checksum of rows written since ranks compared theirs
-        self.stages = 0  # loops over stages of these tables that have begun
+        self.open_stages = 0  # loops over stages of these tables that have begun
         self.share: Share | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
@@ -199,7 +199,7 @@ class EmbeddingTables(CopiedTables):
             group.set_optimizer(optimizer)
         if self._joint and not kept:
             self._joint.locate()
-        self._steps.take_lr(optimizer.lr)
+        self._stepper.take_lr(optimizer.lr)
 
     @property
     def lr(self) -> float:
@@ -213,11 +213,11 @@ class EmbeddingTables(CopiedTables):
     @property
     def gradient_scale(self) -> float:
         """Factor on gradients of rows before they are used; 1 by default."""
-        return self._steps.scale
+        return self._stepper.scale
 
     @gradient_scale.setter
     def gradient_scale(self, value: float) -> None:
-        self._steps.scale = float(value)
+        self._stepper.scale = float(value)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -270,7 +270,7 @@ class EmbeddingTables(CopiedTables):
             >>> tables.tick
             1
         """
-        return self._steps.accumulate()
+        return self._stepper.accumulate()
 
     def as_optimizer(self, *, in_backward: bool = False) -> TableOptimizer:
         """Return the optimizer of the rows as a torch optimizer: rows step when ``step()`` is called.
@@ -292,14 +292,14 @@ class EmbeddingTables(CopiedTables):
             >>> tables.tick, rows.param_groups[0]["lr"]
             (1, 0.05)
         """
-        if self._steps.optimizer is None:
-            self._steps.optimizer = TableOptimizer(self, self._steps, in_backward=in_backward)
-        self._steps.optimizer.in_backward = in_backward
-        return self._steps.optimizer
+        if self._stepper.optimizer is None:
+            self._stepper.optimizer = TableOptimizer(self, self._stepper, in_backward=in_backward)
+        self._stepper.optimizer.in_backward = in_backward
+        return self._stepper.optimizer
 
     def step_each_backward(self) -> None:
         """Declare that each backward is one step of the rows: scalers, clipping and accumulation raise no error."""
-        self._steps.checked = False
+        self._stepper.checked = False
 
     def freeze(self, *tables: str) -> None:
         """Stop training these tables from the next backward on; without names, all tables.
@@ -355,11 +355,11 @@ class EmbeddingTables(CopiedTables):
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
             )
         check_modes(weights)
-        handle = self._steps.check_handle(self._parameters["handle"])
+        handle = self._stepper.check_handle(self._parameters["handle"])
         call = self.splitter.check(ids, offsets, weights, self.groups[0].backend)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
-            self._steps.check()
+            self._stepper.check()
             self._check_handed()
         else:
             self.check_copy()
@@ -406,7 +406,7 @@ class EmbeddingTables(CopiedTables):
             else:
                 leases[index] = lease = self.groups[index].acquire(lookups)
             mine = lookups.bags.ids
-            if given is not None and lease is not None and lease.can_end and _share(mine, given[0]):
+            if given is not None and lease is not None and lease.can_end and _same_memory(mine, given[0]):
                 ids, copy = given
                 lease.ids = copy_ids(mine) if copy is None or mine.numel() < ids.numel() else copy
             found.append(self.groups[index].lookup(lookups, lease))
@@ -603,7 +603,7 @@ class EmbeddingTables(CopiedTables):
             if frozen.issuperset(found.lookups.space.names):
                 return
             found = found._replace(lookups=without_tables(found.lookups, frozen), lease=None)
-        self._steps.collect(found, enclosing)
+        self._stepper.collect(found, enclosing)
 
     def hand_over(
         self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
@@ -661,11 +661,11 @@ class EmbeddingTables(CopiedTables):
         Raises:
             ConfigError: the ranks have different rows, tables, optimizers or shards.
         """
-        self._steps.alone = True
+        self._stepper.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
         if replicas is not None:
-            meet(replicas, self)
+            check_alike(replicas, self)
         self.ranks = replicas
 
     def close(self) -> None:
@@ -763,7 +763,7 @@ class EmbeddingTables(CopiedTables):
             return tensor.to(made.device) if tensor.dtype != made.dtype and any(tensor is t for t in own) else made
 
         super()._apply(moved, recurse)
-        self._steps.keep(self.handle)
+        self._stepper.keep(self.handle)
         return self
 
     def extra_repr(self) -> str:

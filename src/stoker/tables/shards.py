@@ -72,18 +72,18 @@ def by_shard(
 ) -> tuple[list[tuple[Lookups, Tensor]], Shards]:
     """Cut several lookups with their gradients [B, P, D] at the bounds of their shards.
 
-    Return the pieces shard by shard, those of a shard in order, and the shards of their examples together.
+    Return the slices shard by shard, those of a shard in order, and the shards of their examples together.
     """
-    pieces, bounds = [], [0]
+    slices, bounds = [], [0]
     for shard in range(len(shards[0].bounds) - 1):
         total = bounds[-1]
         for ((bags, space), grad), own in zip(many, shards, strict=True):
             start, stop = own.bounds[shard : shard + 2]
             if start < stop:
-                pieces.append((Lookups(examples_of(bags, len(space.features), start, stop), space), grad[start:stop]))
+                slices.append((Lookups(examples_of(bags, len(space.features), start, stop), space), grad[start:stop]))
             total += stop - start
         bounds.append(total)
-    return pieces or list(many[:1]), Shards(tuple(bounds), shards[0].first)
+    return slices or list(many[:1]), Shards(tuple(bounds), shards[0].first)
 
 
 def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards | None) -> ShardSums:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from stoker.base.checks import checked
 from stoker.base.errors import ConfigError
+from stoker.base.ordered import start_thread
 from stoker.base.progress import Progress
 from stoker.base.settings import checked_arguments
 from stoker.base.timeline import span
@@ -174,11 +175,11 @@ class Stage(Generic[Item]):
         return None if given is None else int(given)
 
     def __iter__(self) -> Iterator[Item]:
-        self.tables.stages += 1
+        self.tables.open_stages += 1
         try:
             yield from self._loop()
         finally:
-            self.tables.stages -= 1
+            self.tables.open_stages -= 1
 
     def _loop(self) -> Iterator[Item]:
         raw, ranks = self.tables.raw, self.tables.ranks
@@ -330,7 +331,7 @@ class _StageLoop:
     def _deciding(self) -> list[Queue]:
         """The queues whose batches decide which rows leave."""
         pairs = zip(self._queues, self.stage._groups, strict=True)
-        return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.decides]
+        return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.is_followed]
 
     def _announce_next(self) -> bool:
         """Announce another batch; False if there is none."""
@@ -498,8 +499,15 @@ class _StageLoop:
             except BaseException as error:
                 ready.put(error)
 
-        thread = threading.Thread(target=work, name="stoker-stage", daemon=True)
-        thread.start()
+        def leave() -> None:
+            nonlocal stop
+            stage._leaving = True
+            self._asked.put(None)
+            with changed:
+                stop = True
+                changed.notify_all()
+
+        thread = start_thread("stoker-stage", work, leave)
         start, stalled, count = time.perf_counter(), 0.0, 0
         try:
             while True:
@@ -524,11 +532,7 @@ class _StageLoop:
                         start, stalled = time.perf_counter(), 0.0
                     changed.notify_all()
         finally:
-            stage._leaving = True
-            self._asked.put(None)
-            with changed:
-                stop = True
-                changed.notify_all()
+            leave()
             thread.join()
             while not ready.empty():
                 if isinstance(left := ready.get(), tuple):

@@ -83,11 +83,11 @@ def new_handle(device: torch.device | str) -> nn.Parameter:
 class _Backward:
     """The gradients of one ``backward``. Only the engine refers to it, so it is dropped if the backward fails."""
 
-    __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
+    __slots__ = ("__weakref__", "_again", "_stepper", "_task", "gradients")
 
     def __init__(self, steps: RowStepper, task: int) -> None:
         self.gradients: list[Any] = []
-        self._steps, self._task = steps, task
+        self._stepper, self._task = steps, task
         self._again = _several_processes()
 
     def __call__(self) -> None:
@@ -96,7 +96,7 @@ class _Backward:
             Variable._execution_engine.queue_callback(self)
             return
         gradients, self.gradients = self.gradients, []
-        self._steps.end_backward(gradients, self._task)
+        self._stepper.end_backward(gradients, self._task)
 
 
 class RowStepper:

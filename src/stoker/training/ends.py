@@ -89,8 +89,8 @@ class Start(NamedTuple):
 
     data: Dataset
     config: TrainConfig
-    choice: BatchChoice | None = None  # None: the batch size was not measured
-    line: str = ""  # about the settings that depend on the number of rows
+    batch_choice: BatchChoice | None = None  # None: the batch size was not measured
+    defaults_note: str = ""  # about the settings that depend on the number of rows
     ranks: Ranks | None = None  # processes that train together
 
 
@@ -294,8 +294,8 @@ def finish(state: TrainState) -> TrainResult:
     config, progress, model = state.config, state.progress, state.replica.model
     trained = state.clock.since("warm")
     if not trained["examples"]:  # the run was too short to leave its first steps out
-        trained = state.clock.total
-    if said := ending(progress, config, state.total, trained=trained["examples"] > 0):
+        trained = state.clock.counted
+    if said := ending(progress, config, state.total_steps, trained=trained["examples"] > 0):
         state.shown.note(said)
     best = _go_to_best(state)
     test: dict[str, float | None] = {}
@@ -314,8 +314,8 @@ def finish(state: TrainState) -> TrainResult:
         run=state.run.path,
         model=model,
         step=progress.step,
-        epochs=progress.step / state.epoch,
-        stopped_early=progress.step < state.total,
+        epochs=progress.step / state.epoch_steps,
+        stopped_early=progress.step < state.total_steps,
         best_step=None if best is None else int(best["step"]),
         valid={} if best is None else best["valid"],
         test=test,

@@ -31,7 +31,7 @@ from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, fi
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
-from stoker.training.notes import chosen, explain, facts, of_both_towers, stretched, undefined, without_effect
+from stoker.training.notes import chosen, crowded, explain, facts, of_both_towers, stretched, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
 from stoker.training.progress import Diverged, Interrupted, LoopState, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
@@ -101,47 +101,47 @@ def train(
 
 def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResult:
     """Train with checked arguments; append the model to ``models``."""
-    data, config, choice, line, ranks = start
-    first, copies = is_first(ranks), config.average_every is not None
-    size = 1 if ranks is None or copies else ranks.size  # among which rows are divided
+    data, config, batch_choice, defaults_note, ranks = start
+    first_rank, averages = is_first(ranks), config.average_every is not None
+    dividing = 1 if ranks is None or averages else ranks.size  # ranks that divide the rows
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
-    placement = on_first(ranks, "plan the placement", lambda: place_run(config, data, optimizer, size))
+    placement = on_first(ranks, "plan the placement", lambda: place_run(config, data, optimizer, dividing))
     tables = config.stored_tables(data.schema)
     cores = {table.name for table in tables} - data.schema.num_embeddings.keys()  # every rank has them
-    warnings = [check_memory(rank_tables(tables, size, cores), optimizer.state, device, placement)]
+    warnings = [check_memory(rank_tables(tables, dividing, cores), optimizer.state, device, placement)]
     stream = open_stream(config, data, optimizer, placement)
-    if config.data_memory not in ("auto", "0") and not stream.held:
+    if config.data_memory not in ("auto", "0") and not stream.resident:
         warnings.append(
             f"a data memory of {config.data_memory} is too small for the training rows, "
             f"{format_size(data.train.bytes)}: they are read from their files"
         )
     total = config.total_steps(len(stream))
-    where = for_ranks(placement, tables, size)
-    replica = Replica(config, data.schema, config.make_schedule(total), where, ranks=ranks)
+    rank_placement = for_ranks(placement, tables, dividing)
+    replica = Replica(config, data.schema, config.make_schedule(total), rank_placement, ranks=ranks)
     model = replica.model
     models.append(model)  # its files are closed if training fails
     resume, display = outputs.resume, outputs.display
     run = open_run_directory(str(resume if outputs.out is None else outputs.out), ranks)
-    done = run.steps()  # that have a checkpoint
+    saved_steps = run.steps()
     dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
-    steps = total - (done[-1] if done else 0)
+    steps = total - (saved_steps[-1] if saved_steps else 0)
     warnings.append(on_first(ranks, "check the disk", lambda: check_disk(
-        run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done)
+        run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(saved_steps)
     )))  # fmt: skip
     values: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
         values["model_class"] = class_path(type(model))
-    if copies and ranks is not None:
+    if averages and ranks is not None:
         values["ranks"] = ranks.size
     if resume is not None:
         values = {**same_ranks(run.read("config.json"), values), **values}
-    elif choice is not None:
-        values["batch_size_chosen"] = vars(choice)
+    elif batch_choice is not None:
+        values["batch_size_chosen"] = vars(batch_choice)
     if resume is None:
         on_first(ranks, "make the run directory", lambda: RunDirectory.create(run.path, values))
     progress, lengths = LoopState(), [total]
-    screen = Display() if not first else make_display(display) if isinstance(display, str) else display
+    screen = Display() if not first_rank else make_display(display) if isinstance(display, str) else display
     with screen as shown, run.locked(), showing(lambda *work: shown.work(*work[:3], unit=work[3])):
         if resume is not None:
             lengths = lengths_of(run, len(stream))
@@ -152,9 +152,9 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         log = partial(RunLog, run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again)
         timer = SaveTimer(config.checkpoint_minutes)
         state = TrainState(
-            data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
+            data=data, config=config, replica=replica, epoch_steps=len(stream), total_steps=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
-            log=log() if first else NoLog(), stop=StopSignals(ranks, timer), shown=shown, upload=outputs.upload,
+            log=log() if first_rank else NoLog(), stop=StopSignals(ranks, timer), shown=shown, upload=outputs.upload,
             progress=progress, timer=timer,
         )  # fmt: skip
         try:
@@ -168,8 +168,8 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
             doubts = of_both_towers(model, data)
             longer = stretched(config, lengths[-1], total)
             for note in (
-                *chosen(choice, config),
-                *filter(None, [line, *warnings, state.log.missed, longer]),
+                *chosen(batch_choice, config),
+                *filter(None, [defaults_note, *warnings, state.log.missed, longer]),
                 *ignored,
                 *doubts,
             ):
@@ -191,13 +191,13 @@ def fit(state: TrainState) -> None:
         Diverged: the loss is no longer finite.
         Interrupted: a signal came; a checkpoint was written.
     """
-    with state.stop, state.totals.recording(state.replica.model), closing(iterate(state.feed)) as batches:
+    with state.stop, state.stage_totals.recording(state.replica.model), closing(iterate(state.feed)) as batches:
         state.feed.hurry = state.stop.asked
         after_step(state)  # a resumed run may have been stopped before this
         while not state.finished:
             train_step(state, next(batches))
             after_step(state)
-        with state.clock.paused():  # brings the totals up to date
+        with state.clock.paused():  # brings what was counted up to date
             pass
 
 
@@ -207,17 +207,17 @@ def train_step(state: TrainState, batch: Batch) -> None:
     loss = state.replica.step(batch)  # forward, backward, both optimizers
     progress.unread.append((progress.step, loss))
     progress.step += 1
-    clock.total["steps"] += 1
-    clock.total["examples"] += len(whole_of(batch))
+    clock.counted["steps"] += 1
+    clock.counted["examples"] += len(whole_of(batch))
     state.shown.step(progress.step)
     if state.replica.model.device.type == "cpu" or len(progress.unread) >= config.log_every:
         progress.read_losses()  # waits for a GPU, so losses are collected there
-    first = min(config.log_every, config.eval_every or state.epoch)  # a run that patience ends has a record, too
-    regular = progress.step % config.log_every == 0 or progress.step == first
-    if regular or progress.step >= state.total:
+    soon = min(config.log_every, config.eval_every or state.epoch_steps)  # a run that patience ends has a record, too
+    regular = progress.step % config.log_every == 0 or progress.step == soon
+    if regular or progress.step >= state.total_steps:
         with clock.paused():
             _record(state, regular=regular)
-    if clock.total["steps"] == _WARM:
+    if clock.counted["steps"] == _WARM:
         clock.mark_now("warm", "rate")
 
 
@@ -228,8 +228,8 @@ def after_step(state: TrainState) -> None:
         Interrupted: a signal came; a checkpoint was written.
     """
     config, step, stop = state.config, state.progress.step, state.stop
-    due = step > 0 and (step % (config.eval_every or state.epoch) == 0 or step >= state.total)
-    if _apart(state, due=due):
+    due = step > 0 and (step % (config.eval_every or state.epoch_steps) == 0 or step >= state.total_steps)
+    if not _average_copies(state, due=due):
         return
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
     if state.feed.swapping and not state.finished and not stop.asked():
@@ -241,8 +241,8 @@ def after_step(state: TrainState) -> None:
                 state.record("schedule", **state.feed.swap(loss).to_dict(), seconds=seconds)
                 state.swaps += 1
     wanted = (step % config.save_every == 0 if config.save_every else due) or improved or state.finished
-    outdated = step == state.saved[0]  # the checkpoint of this step lacks the evaluation or the swap
-    if step > 0 and state.moment != state.saved and (wanted or outdated or state.save_due or stop.asked()):
+    outdated = step == state.saved_moment[0]  # the checkpoint of this step lacks the evaluation or the swap
+    if step > 0 and state.moment != state.saved_moment and (wanted or outdated or state.save_due or stop.asked()):
         with state.clock.paused():
             _save(state, interim=not wanted)
     if stop.number is not None:
@@ -260,16 +260,19 @@ def _record(state: TrainState, *, regular: bool) -> None:
         row_lr=replica.model.embeddings.optimizer.lr * replica.schedule.factor(progress.step - 1),
         dense_lr=replica.dense.param_groups[0]["lr"], **movement(since, times),
     )  # fmt: skip
+    if not state.crowded and (said := crowded(times, replica.model.device, state.run.path)):
+        state.crowded = True
+        state.shown.note(said)
     if regular:
         progress.loss_sum, progress.loss_count = 0.0, 0
         clock.mark("record", "rate")
 
 
-def _apart(state: TrainState, *, due: bool) -> bool:
-    """Return True while copies of ranks differ: what comes by the clock or a signal waits for their next average."""
+def _average_copies(state: TrainState, *, due: bool) -> bool:
+    """Average the copies of ranks if it is time; return whether they are equal. Signals wait for that."""
     config, step = state.config, state.progress.step
     saves = config.save_every is not None and step % config.save_every == 0
-    return not state.replica.average(now=due or state.feed.swapping or state.finished or saves)
+    return state.replica.average(now=due or state.feed.swapping or state.finished or saves)
 
 
 def _evaluate(state: TrainState) -> bool:
@@ -306,7 +309,7 @@ def _save(state: TrainState, *, interim: bool) -> None:
         run.checkpoint(progress.step), replica.model, replica.dense, state.feed, step=progress.step,
         extra=extra | (INTERIM if interim else {}), overwrite=True, require_finite=True,
     )  # fmt: skip
-    state.saved = state.moment
+    state.saved_moment = state.moment
     state.timer.saved(state.timer.now() - begin)
     run.prune(config.keep_last, progress.best_step)
     if (problem := state.upload()) is not None:

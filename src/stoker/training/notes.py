@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.base.device import contended
 from stoker.base.errors import StokerError
 from stoker.base.units import format_count, format_size, listed, plural
 from stoker.dataset.batch import Batch
@@ -44,11 +47,23 @@ def facts(
     return (
         f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
         f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
-        f"rows{' cached in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} "
+        f"rows{' cached in memory' if stream.resident else ''}, {plural(total, 'step')} of {config.batch_size:,} "
         f"{f'in {config.shards} shards ' if config.shards > 1 else ''}on "
         f"{model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")
+    )
+
+
+def crowded(times: Mapping[str, float], device: torch.device, run: Path) -> str | None:
+    """Say that other programs used the cores while some steps were trained, if threads spin meanwhile."""
+    worked = times.get("others", 0.0)
+    others = contended(worked / times["seconds"])
+    if worked < 1.0 or not others or device.type != "cpu" or "OMP_WAIT_POLICY" in os.environ:
+        return None
+    return (
+        f"other programs use {others:.1f} cores, and threads spin while they wait for each other. This can be several "
+        f"times as fast: Ctrl-C, then OMP_WAIT_POLICY=passive stoker train --resume {run}"
     )
 
 
@@ -232,32 +247,32 @@ def _sample(split: Split) -> Batch:
     return next(iter(split.batches(min(_ROWS, len(split)))))
 
 
-def _aucs(data: Dataset, train: Batch, held: Batch) -> Iterator[tuple[str, float]]:
+def _aucs(data: Dataset, train: Batch, validation: Batch) -> Iterator[tuple[str, float]]:
     """Yield the AUC of the mean label of each dense column's bins, and of each id of the features with one id."""
     assert train.labels is not None
-    assert held.labels is not None
-    known, mean = ~held.labels.isnan(), float(train.labels.nanmean())
-    for name, *both in _codes(data, train, held):
+    assert validation.labels is not None
+    known, mean = ~validation.labels.isnan(), float(train.labels.nanmean())
+    for name, *both in _codes(data, train, validation):
         ids, places = torch.unique(torch.cat(both), return_inverse=True)
         mine, theirs = places[: len(train)], places[len(train) :]
         seen = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, mine, torch.ones(len(mine)).double())
         sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, mine, train.labels.nan_to_num(mean).double())
-        yield name, _auc(((sums + mean) / (seen + 1)).float()[theirs][known], held.labels[known])
+        yield name, _auc(((sums + mean) / (seen + 1)).float()[theirs][known], validation.labels[known])
 
 
-def _codes(data: Dataset, train: Batch, held: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _codes(data: Dataset, train: Batch, validation: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
     for at, name in enumerate(data.schema.dense):
-        yield name, *_bins(train.dense[:, at].contiguous(), held.dense[:, at].contiguous())
+        yield name, *_bins(train.dense[:, at].contiguous(), validation.dense[:, at].contiguous())
     for at, feature in enumerate(data.schema.features):
-        if not feature.sequence and len(held.bags(at)[0]) == len(held):
-            yield feature.name, train.bags(at)[0], held.bags(at)[0]
+        if not feature.sequence and len(validation.bags(at)[0]) == len(validation):
+            yield feature.name, train.bags(at)[0], validation.bags(at)[0]
 
 
-def _bins(train: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+def _bins(train: Tensor, validation: Tensor) -> tuple[Tensor, Tensor]:
     """Return a bin of each number: a quantile, or -1 for the most frequent one, which stands for missing values."""
     cuts = torch.quantile(train, torch.arange(1, _BINS) / _BINS).unique()
     fill = train.mode().values
-    one, other = (torch.bucketize(numbers, cuts).where(numbers != fill, -1) for numbers in (train, held))
+    one, other = (torch.bucketize(numbers, cuts).where(numbers != fill, -1) for numbers in (train, validation))
     return one, other
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.base.device import worked_for_others
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
@@ -96,7 +97,7 @@ class Clock:
     """Count seconds, steps and examples of training, and the readings of ``meter``; pauses do not count."""
 
     def __init__(self, meter: Callable[[], dict[str, float]]) -> None:
-        self.total = defaultdict(float, seconds=0.0, steps=0.0, examples=0.0)  # readings as of the last pause
+        self.counted = defaultdict(float, seconds=0.0, steps=0.0, examples=0.0)  # readings as of the last pause
         self._meter, self._marks = meter, dict[str, dict[str, float]]()
         self._begun = self._read()
 
@@ -105,15 +106,15 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Bring :attr:`total` up to date, then do not count what happens within the block."""
+        """Bring :attr:`counted` up to date, then do not count what happens within the block."""
         for name, value in self._read().items():
-            self.total[name] += value - self._begun[name]
+            self.counted[name] += value - self._begun[name]
         yield
         self._begun = self._read()
 
     def mark(self, *names: str) -> None:
         """Set these marks, from which :meth:`since` counts."""
-        self._marks |= {name: dict(self.total) for name in names}
+        self._marks |= {name: dict(self.counted) for name in names}
 
     def mark_now(self, *names: str) -> None:
         """Set these marks, with the time up to now."""
@@ -123,7 +124,7 @@ class Clock:
     def since(self, name: str) -> dict[str, float]:
         """Return what was counted since a mark; everything if the mark was never set."""
         mark = self._marks.get(name, {})
-        return {key: value - mark.get(key, 0.0) for key, value in self.total.items()}
+        return {key: value - mark.get(key, 0.0) for key, value in self.counted.items()}
 
 
 @dataclass
@@ -260,24 +261,25 @@ class TrainState:
     config: TrainConfig
     replica: Replica  # the model and its optimizers
     feed: Feed  # the batches
-    epoch: int  # steps of a pass over the training rows
-    total: int  # steps of the whole run
+    epoch_steps: int  # steps of a pass over the training rows
+    total_steps: int  # steps of the whole run
     run: RunDirectory
     log: RunLog  # metrics.jsonl and loggers
     shown: Display  # the screen
     upload: Upload  # to the run's URL, if it has one
     progress: LoopState  # counters, running loss, best evaluation
     timer: SaveTimer
-    totals: StageTotals = field(default_factory=StageTotals)  # seconds of each stage
+    stage_totals: StageTotals = field(default_factory=StageTotals)  # seconds of each stage
     stop: StopSignals = field(default_factory=StopSignals)
     clock: Clock = field(init=False)
     swaps: int = 0  # decisions of the hot-cold schedule, in this process
-    saved: tuple[int, int, int] = field(init=False)  # :attr:`moment` at the last checkpoint
+    crowded: bool = False  # the user knows that other programs use the cores
+    saved_moment: tuple[int, int, int] = field(init=False)  # :attr:`moment` at the last checkpoint
 
     def __post_init__(self) -> None:
         # The meter must not refer to the state: a reference cycle would keep the model in memory after training.
-        self.clock = Clock(partial(moved, self.replica.model, self.feed, self.totals))
-        self.saved = self.moment
+        self.clock = Clock(partial(moved, self.replica.model, self.feed, self.stage_totals))
+        self.saved_moment = self.moment
         if (loss := self.replica.by_shards) is not None:
             loss.note, loss.hear = self.stop.note, self.stop.hear
 
@@ -295,12 +297,12 @@ class TrainState:
     def finished(self) -> bool:
         """True if all steps are done, or patience has ended."""
         patience = self.config.patience
-        return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
+        return self.progress.step >= self.total_steps or (patience is not None and self.progress.stale >= patience)
 
     @property
     def newest(self) -> Path | None:
         """The last checkpoint; None before the first."""
-        return self.run.checkpoint(self.saved[0]) if self.saved[0] else None
+        return self.run.checkpoint(self.saved_moment[0]) if self.saved_moment[0] else None
 
     @property
     def save_due(self) -> bool:
@@ -309,7 +311,7 @@ class TrainState:
 
     def record(self, kind: str, **values: Any) -> None:
         """Write and show a record of this step."""
-        epoch = round(self.feed.step / self.epoch, 6)
+        epoch = round(self.feed.step / self.epoch_steps, 6)
         self.write(kind=kind, step=self.progress.step, epoch=epoch, **values, time=round(time.time(), 3))
 
     def write(self, **record: Any) -> None:
@@ -321,14 +323,14 @@ class TrainState:
 def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
     """Return readings of the caches: rows needed, found, and fetched on demand; bytes, seconds.
 
-    Without caches only the bytes that were sent to other ranks, if there are any.
+    Without caches only the bytes that were sent to other ranks, if there are any, or how long cores worked for others.
     """
     storages, ranks = slotted(model), model.embeddings.ranks
-    sent = {} if ranks is None else {"sent": float(ranks.sent.total())}
+    known = {"others": worked_for_others()} if ranks is None else {"sent": float(ranks.sent.total())}
     if not storages:
-        return sent
+        return known
     return (
-        sent
+        known
         | {
             "rows": sum(storage.stats.rows for storage in storages),
             "hits": sum(storage.stats.hits for storage in storages),

@@ -68,13 +68,13 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
         raise ConfigError(f"loss {config.loss} is over {what}. Give batch_order 'shuffled', or loss bce.",
                           settings=("loss", "batch_order"))  # fmt: skip
     memory, whole = parse_size(config.shuffle_memory), data.train.bytes
-    held = int(options.pop("data_memory", None) or 0) >= whole
+    fits = int(options.pop("data_memory", None) or 0) >= whole
 
     def batches(part: Split) -> BatchStream:
         row = -(-part.bytes // max(1, len(part)))
         share = max(1, row, -(-memory * part.bytes // whole))
         return part.batches(
-            config.batch_size, seed=config.seed, shuffle_memory=share, data_memory=whole if held else None, **options
+            config.batch_size, seed=config.seed, shuffle_memory=share, data_memory=whole if fits else None, **options
         )
 
     tested = min(config.schedule_rows or len(data.valid), len(data.valid))
@@ -108,9 +108,9 @@ class HotColdStream:
         return sum(map(len, self.streams.values()))
 
     @property
-    def held(self) -> bool:
+    def resident(self) -> bool:
         """True if the rows are cached in memory."""
-        return any(stream.held for stream in self.streams.values())
+        return any(stream.resident for stream in self.streams.values())
 
     def __str__(self) -> str:
         cold, hot = (f"{len(stream):,} {kind}" for kind, stream in self.streams.items())

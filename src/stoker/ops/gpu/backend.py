@@ -375,7 +375,7 @@ def _send(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 _UNREAD = 64  # reports that the host does not read before it waits for the device
-_HELD = 2**26  # bytes of ids in them: they remain in the device's memory
+_MOST_BYTES = 2**26  # bytes of ids in them: they remain in the device's memory
 _Check = Callable[[], None]
 
 
@@ -395,7 +395,7 @@ class Watch:
         self.word = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
         self.lazy = device.type == "cuda" if lazy is None else lazy
         self._reports: deque[tuple[torch.cuda.Event | None, Tensor, list[_Check], int]] = deque()
-        self._held = 0  # bytes of ids in the reports
+        self._report_bytes = 0  # bytes of ids in the reports
         self._expected: list[_Check] = []  # for the next report
         self._posted: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # ids by their number
 
@@ -429,19 +429,19 @@ class Watch:
         else:
             copy = self.word.clone()
         self._reports.append((copied, copy, checks, bags.ids.nbytes))
-        self._held += bags.ids.nbytes
+        self._report_bytes += bags.ids.nbytes
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise the error that was found, if any; ``wait`` until the device has finished all calls so far."""
         while self._reports:
-            copied, copy, checks, held = self._reports[0]
+            copied, copy, checks, size = self._reports[0]
             if copied is not None:
-                few = len(self._reports) <= _UNREAD and self._held <= _HELD
+                few = len(self._reports) <= _UNREAD and self._report_bytes <= _MOST_BYTES
                 if not wait and few and not copied.query():
                     return
                 copied.synchronize()
             self._reports.popleft()
-            self._held -= held
+            self._report_bytes -= size
             if int(copy) != NO_ERROR:
                 self._raise(int(copy), checks)
         if wait and int(self.word) != NO_ERROR:
@@ -449,7 +449,7 @@ class Watch:
 
     def _raise(self, position: int, checks: Sequence[_Check]) -> None:
         self._reports.clear()
-        self._expected, self._held = [], 0
+        self._expected, self._report_bytes = [], 0
         self.word.fill_(NO_ERROR)
         for check in checks:
             check()

@@ -476,8 +476,8 @@ class Properties(Fittable):
             return FittedTable(table=pl.DataFrame({"value": list(self.values)}))
         # Distinct texts first: a list that many rows share is split once.
         lists = rows.group_by(pl.col(self.column).cast(pl.String).alias("value")).agg(pl.len().alias("count"))
-        pieces = lists.with_columns(pl.col("value").str.split(self.separator).list.unique()).explode("value")
-        counted = pieces.filter(pl.col("value").str.len_bytes() > 0).group_by("value").agg(pl.col("count").sum())
+        elements = lists.with_columns(pl.col("value").str.split(self.separator).list.unique()).explode("value")
+        counted = elements.filter(pl.col("value").str.len_bytes() > 0).group_by("value").agg(pl.col("count").sum())
         found = collect(counted, engine).sort("count", "value", descending=[True, False])
         return FittedTable(table=found.head(self.most or 0).cast({"count": pl.Int64}))
 
@@ -488,8 +488,8 @@ class Properties(Fittable):
             """Split each distinct text once."""
             encoded = series.rechunk().to_arrow().dictionary_encode(null_encoding="encode")
             distinct = pl.DataFrame({"value": pl.Series(pl.from_arrow(encoded.dictionary), dtype=pl.String)})
-            pieces = distinct.with_row_index("at").with_columns(pl.col("value").str.split(self.separator))
-            hits = pieces.explode("value").join(known, on="value")
+            elements = distinct.with_row_index("at").with_columns(pl.col("value").str.split(self.separator))
+            hits = elements.explode("value").join(known, on="value")
             marks = np.zeros((len(self.outputs), max(1, distinct.height)), np.int8)
             marks[hits["column"].to_numpy(), hits["at"].to_numpy()] = 1
             made = marks[:, encoded.indices.to_numpy(zero_copy_only=False)]

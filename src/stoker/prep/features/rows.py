@@ -164,7 +164,7 @@ class Divide(_TwoNumbers):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(RowLocal):
-    """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing after the last piece."""
+    """The first ``width`` elements of a text: columns ``name_1`` ... ``name_<width>``, missing after the last."""
 
     kind: ClassVar[str] = "split"
     reads = "column"
@@ -183,7 +183,7 @@ class Split(RowLocal):
         return tuple(f"{self.name}_{number}" for number in range(1, self.width + 1))
 
     def expressions(self) -> Sequence[pl.Expr]:
-        # One struct for all pieces, so that the text is cut once. The field after the last holds the rest.
+        # One struct for all elements, so that the text is cut once. The field after the last holds the rest.
         cut = pl.col(self.column).cast(pl.String).str.splitn(self.separator, self.width + 1)
         return [cut.struct.field(f"field_{number}").alias(name) for number, name in enumerate(self.outputs)]
 
@@ -270,9 +270,9 @@ class Keep(_Condition, RowSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(RowSteps):
-    """Make a row for each piece of a list: the pieces of ``columns`` become ``names``, and ``rank`` counts from 1.
+    """Make a row for each element of a list: the elements of ``columns`` become ``names``, and ``rank`` counts from 1.
 
-    The first column decides the number of rows. A column with another number of pieces is missing in all of them.
+    The first column decides the number of rows. A column with another number of elements is missing in all of them.
     """
 
     kind: ClassVar[str] = "pairs"
@@ -281,7 +281,7 @@ class Pairs(RowSteps):
     names: tuple[str, ...]  # e.g. item, price
     separator: str = "|"
     rank: str = "rank"  # name of the column with the place in the list
-    most: int = 25  # further pieces are ignored
+    most: int = 25  # further elements are ignored
     least: int = 1  # shorter lists give no row
 
     def check(self) -> None:
@@ -297,7 +297,7 @@ class Pairs(RowSteps):
         return (*self.names, self.rank)
 
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
-        def pieces(column: str) -> pl.Expr:
+        def elements(column: str) -> pl.Expr:
             return pl.col(column).cast(pl.String).str.split(self.separator).list.head(self.most)
 
         size = pl.col(self.names[0]).list.len()
@@ -308,7 +308,7 @@ class Pairs(RowSteps):
             nothing = pl.lit(None, pl.String).repeat_by(pl.when(~same).then(size).otherwise(0))
             others[name] = pl.when(same).then(pl.col(name)).otherwise(nothing)
         return (
-            frame.with_columns(**{name: pieces(c) for name, c in zip(self.names, self.columns, strict=True)})
+            frame.with_columns(**{name: elements(c) for name, c in zip(self.names, self.columns, strict=True)})
             .filter(size >= self.least)
             .with_columns(**others, **{self.rank: pl.int_ranges(1, size.cast(pl.Int64) + 1)})
             .explode(*self.outputs)

@@ -101,8 +101,8 @@ def _check_regular(path: Path) -> None:
 
 def number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
     """Return a key that sorts paths by name, with numbers by value."""
-    pieces = re.split(r"([0-9]+)", str(path))  # text, number, text, ..., text
-    return [(text, int(number)) for text, number in zip(pieces[::2], [*pieces[1::2], "0"], strict=True)], str(path)
+    tokens = re.split(r"([0-9]+)", str(path))  # text, number, text, ..., text
+    return [(text, int(number)) for text, number in zip(tokens[::2], [*tokens[1::2], "0"], strict=True)], str(path)
 
 
 def text_order_warning(names: Iterable[str]) -> str | None:
@@ -140,16 +140,16 @@ def is_packed(path: Path) -> bool:
 
 
 def text_of(path: Path, most: int | None = None) -> Iterator[bytes]:
-    """Yield the bytes of a file, or of its first ``most`` bytes, in pieces, decompressed."""
-    return (piece for piece, _, _ in _pieces(path, most))
+    """Yield the bytes of a file, or of its first ``most`` bytes, in chunks, decompressed."""
+    return (chunk for chunk, _, _ in _chunks(path, most))
 
 
 def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
     """Return the sha256 of bytes of a file, decompressed, from ``begin`` on, by which a log is recognized."""
     found, done = bytearray(), 0
-    for piece in text_of(path):
-        found += piece[max(0, begin - done) :]
-        done += len(piece)
+    for chunk in text_of(path):
+        found += chunk[max(0, begin - done) :]
+        done += len(chunk)
         if done >= begin + size:
             break
     return hashlib.sha256(memoryview(found)[:size]).hexdigest()
@@ -158,11 +158,11 @@ def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
 def text_edges(path: Path, most: int | None = None) -> dict[str, Any]:
     """Return how many bytes a file, or its first ``most`` bytes, has decompressed, and the sha256 of their two ends."""
     head, tail, done = bytearray(), bytearray(), 0
-    for piece in text_of(path, most):
-        head += piece[: EDGE - len(head)]
-        tail += piece
+    for chunk in text_of(path, most):
+        head += chunk[: EDGE - len(head)]
+        tail += chunk
         del tail[:-EDGE]
-        done += len(piece)
+        done += len(chunk)
     hashes = (hashlib.sha256(edge).hexdigest() for edge in (head, tail))
     return {"bytes": done, **dict(zip(("head", "tail"), hashes, strict=True))}
 
@@ -200,10 +200,10 @@ def check_text(path: Path) -> None:
         DataError: the file breaks off before its first line ends, is UTF-16, UTF-32 or binary, or has lines that end
             with carriage returns.
     """
-    head, damage, pieces = b"", None, _pieces(path)
-    while len(head) < _READ and (found := next(pieces, None)) is not None:
-        piece, _, damage = found
-        head += piece
+    head, damage, chunks = b"", None, _chunks(path)
+    while len(head) < _READ and (found := next(chunks, None)) is not None:
+        chunk, _, damage = found
+        head += chunk
 
     def convert(command: str) -> str:
         compression = _compression(path)
@@ -330,14 +330,14 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
     """Yield whole lines, the bytes of the file read so far, the damage, if any, and whether they are the last lines."""
     rest, used, first = bytearray(), 0, True
     damage = None
-    for piece, used, damage in _pieces(path):  # noqa: B007
-        end = piece.rfind(b"\n") + 1
+    for chunk, used, damage in _chunks(path):  # noqa: B007
+        end = chunk.rfind(b"\n") + 1
         if end:
-            lines = bytes(rest) + piece[:end]
+            lines = bytes(rest) + chunk[:end]
             rest.clear()
             yield lines.removeprefix(_BOM) if first else lines, used, None, False
             first = False
-        rest += piece[end:]
+        rest += chunk[end:]
         if len(rest) > _MAX_LINE:
             raise _no_lines(path)
     # The last line of a file that breaks off may be incomplete: drop text without a newline.
@@ -345,8 +345,8 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
     yield lines.removeprefix(_BOM) if first else lines, used, damage, True
 
 
-def _pieces(path: Path, most: int | None = None) -> Iterator[tuple[bytes, int, str | None]]:
-    """Yield pieces of decompressed text, the bytes of the file read so far (up to ``most``), and the damage, if any."""
+def _chunks(path: Path, most: int | None = None) -> Iterator[tuple[bytes, int, str | None]]:
+    """Yield chunks of decompressed text, the bytes of the file read so far (up to ``most``), and the damage, if any."""
     compression, used = _compression(path), 0
     make, failure = _inflater(path, compression)
     member: Any = None
@@ -363,7 +363,7 @@ def _pieces(path: Path, most: int | None = None) -> Iterator[tuple[bytes, int, s
                     member = make()
                 before = getattr(member, "copy", lambda: None)()
                 try:
-                    piece = member.decompress(raw)
+                    chunk = member.decompress(raw)
                 except failure as error:
                     whole = b"" if before is None else _until_damage(before, raw, failure)
                     size = path.stat().st_size
@@ -372,7 +372,7 @@ def _pieces(path: Path, most: int | None = None) -> Iterator[tuple[bytes, int, s
                 raw = b""
                 if member.eof:
                     raw, member = member.unused_data, None
-                yield piece, used, None
+                yield chunk, used, None
     if member is not None:
         yield b"", used, f"truncated {compression} file; the rest of the file is lost"
 
@@ -395,10 +395,10 @@ def _inflater(path: Path, compression: str | None) -> tuple[Callable[[], Any], t
 
 def _until_damage(member: Any, raw: bytes, failure: type[Exception]) -> bytes:
     """Return the output of a stream before it fails. Feed it byte by byte: a failing call loses all of its output."""
-    pieces = []
+    chunks = []
     try:
         for at in range(len(raw)):
-            pieces.append(member.decompress(raw[at : at + 1]))
+            chunks.append(member.decompress(raw[at : at + 1]))
     except failure:
         pass
-    return b"".join(pieces)
+    return b"".join(chunks)

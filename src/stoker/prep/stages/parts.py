@@ -23,7 +23,7 @@ import polars as pl
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import clear, lock_file, move
-from stoker.dataset.shards import pieces_of, tensor_views
+from stoker.dataset.shards import chunks_of, tensor_views
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -33,7 +33,7 @@ def write_part(path: Path, arrays: Arrays) -> dict[str, int]:
     """Write arrays to ``path``, as safetensors; return its size and checksum for the journal."""
     with atomic_path(path) as temporary:
         with temporary.open("wb") as file:
-            file.writelines(pieces_of(arrays))
+            file.writelines(chunks_of(arrays))
         return checksum(temporary)
 
 
@@ -79,9 +79,9 @@ def checksum(path: Path) -> dict[str, int]:
     """Return the size and the checksum of a finished part."""
     crc, size = 0, 0
     with path.open("rb") as file:
-        while piece := file.read(2**22):
-            crc = zlib.crc32(piece, crc)
-            size += len(piece)
+        while chunk := file.read(2**22):
+            crc = zlib.crc32(chunk, crc)
+            size += len(chunk)
     return {"bytes": size, "crc": crc}
 
 

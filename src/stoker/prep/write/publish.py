@@ -341,8 +341,8 @@ def split_warnings(schema: Schema, manifest: dict[str, Any], like: Mapping[str, 
                 "and lower case, and a value."
             )
     for name, (zeros, ids) in manifest["unknown"]["train"].items() if own and "like" not in manifest else ():
-        held = [manifest["unknown"][split][name] for split in SPLITS[1:]]
-        new, count = sum(pair[0] for pair in held), sum(pair[1] for pair in held)
+        unknown = [manifest["unknown"][split][name] for split in SPLITS[1:]]
+        new, count = sum(pair[0] for pair in unknown), sum(pair[1] for pair in unknown)
         if count >= _JUDGED and new >= _NEW * count and zeros <= (1 - _NEW) * ids:
             found.append(
                 f"{new / count:.1%} of the held-out ids of column {name!r} are not in the training rows. If they are "

@@ -35,7 +35,7 @@ from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.shards import ShardSums, row_gradients, square_sum
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
-_PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
+_COLUMNS, _LEAST = 64, 16  # columns of a slice that a kernel updates together
 
 
 def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
@@ -274,12 +274,12 @@ def update_slices(
         )
         return
     width = weight.shape[1]
-    piece = math.gcd(width, _PIECE)
-    if not rule.elementwise or piece < _LEAST:
+    columns = math.gcd(width, _COLUMNS)
+    if not rule.elementwise or columns < _LEAST:
         update_rows(weight, state, digits, grad, rule)
         return
     # Kernels are compiled for a width; for that of a whole slice this would take long.
-    pieces = width // piece
-    ids = torch.add(torch.arange(pieces, device=digits.device), digits.unsqueeze(1), alpha=pieces)
-    states = {name: tensor.view(-1, piece) for name, tensor in state.items()}
-    backend.step_rows(weight.view(-1, piece), states, ids.view(-1), grad.reshape(-1, piece), rule)
+    blocks = width // columns
+    ids = torch.add(torch.arange(blocks, device=digits.device), digits.unsqueeze(1), alpha=blocks)
+    states = {name: tensor.view(-1, columns) for name, tensor in state.items()}
+    backend.step_rows(weight.view(-1, columns), states, ids.view(-1), grad.reshape(-1, columns), rule)

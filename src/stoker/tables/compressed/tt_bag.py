@@ -46,7 +46,7 @@ class _DistinctRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bag: TTEmbeddingBag, trie: Trie, anchor: Tensor | None, *cores: Tensor) -> Tensor:
         ctx.bag, ctx.trie, ctx.tick = bag, trie, bag.tick
-        ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
+        ctx.trains, ctx.enclosing = bag.training, bag._stepper.enclosing()
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
         rows: Tensor = ctx.values.rows
@@ -67,7 +67,7 @@ class _DistinctRows(torch.autograd.Function):
             if not ctx.needs_input_grad[2]:
                 pass  # frozen
             elif ctx.trains:
-                bag._steps.collect(_CoreSlices(slices), ctx.enclosing)
+                bag._stepper.collect(_CoreSlices(slices), ctx.enclosing)
             else:
                 warnings.warn(
                     "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
@@ -332,7 +332,7 @@ class TTEmbeddingBag(nn.Module):
             )
         trained = self.optimizer is not None and self.cores[0].requires_grad
         if trained and torch.is_grad_enabled() and self.training:
-            self._steps.check()
+            self._stepper.check()
         anchor = self.handle if trained else None
         trie, _ = build_trie(distinct, self.shape, self.cores[0]).on(self.cores[0].device)
         rows: Tensor = _DistinctRows.apply(self, trie, anchor, *self.cores)  # type: ignore[no-untyped-call]
@@ -353,16 +353,16 @@ class TTEmbeddingBag(nn.Module):
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.
         object.__setattr__(self, "handle", new_handle("cpu"))
-        self._steps = RowStepper(self, "a TTEmbeddingBag", _REMEDIES)
-        self._steps.keep(self.handle)
+        self._stepper = RowStepper(self, "a TTEmbeddingBag", _REMEDIES)
+        self._stepper.keep(self.handle)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Make one step of the cores from all backwards in the block: see :meth:`stoker.EmbeddingTables.accumulate`."""
-        return self._steps.accumulate()
+        return self._stepper.accumulate()
 
     def step_each_backward(self) -> None:
         """Declare each backward one step: see :meth:`stoker.EmbeddingTables.step_each_backward`."""
-        self._steps.checked = False
+        self._stepper.checked = False
 
     def exchange(self, gradients: list[_CoreSlices]) -> list[_CoreSlices]:
         """Return the gradients unchanged: there is only one rank."""
@@ -451,7 +451,7 @@ class TTEmbeddingBag(nn.Module):
             yield start, trie.in_order(expand(list(self.cores), trie).rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "handle")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_stepper", "handle")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

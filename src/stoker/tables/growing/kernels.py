@@ -17,6 +17,7 @@ import numpy as np
 from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.growing.state import (
     ADMIT,
+    ASIDE,
     BASE,
     BORN,
     CHANGED,
@@ -24,7 +25,6 @@ from stoker.tables.growing.state import (
     FIRST,
     FREE,
     HEAP,
-    HELD,
     KEY,
     LFU,
     LIVE,
@@ -216,12 +216,12 @@ def _drop(s, m, r):
     base, at = s.pools[m, BASE], np.int64(s.place[s.pools[m, BASE] + r])
     if at < 0:
         return
-    count, held = s.pools[m, HEAP] - 1, s.pools[m, HELD]
+    count, aside = s.pools[m, HEAP] - 1, s.pools[m, ASIDE]
     s.pools[m, HEAP] = count
     s.place[base + r] = -1
     moved = s.heap[base + count]
-    if held > 0:
-        s.heap[base + count] = s.heap[base + count + held]
+    if aside > 0:
+        s.heap[base + count] = s.heap[base + count + aside]
     if at < count:
         s.heap[base + at] = moved
         s.place[base + moved] = at
@@ -242,15 +242,15 @@ def _victim(s, m, step):
                 s.heap[base + count] = r
                 s.place[base + r] = count
                 count += 1
-        s.pools[m, HEAP], s.pools[m, HELD] = count, 0
+        s.pools[m, HEAP], s.pools[m, ASIDE] = count, 0
         for at in range((count - 2) >> 1, -1, -1):
             _sink(s, base, np.int64(at), count)
     while s.pools[m, HEAP] > 0:
         r = np.int64(s.heap[base])
         if s.entries[base + r, USED] == step:  # set it aside, behind the heap
             _drop(s, m, r)
-            s.heap[base + s.pools[m, HEAP] + s.pools[m, HELD]] = r
-            s.pools[m, HELD] += 1
+            s.heap[base + s.pools[m, HEAP] + s.pools[m, ASIDE]] = r
+            s.pools[m, ASIDE] += 1
         elif _rank(s, m, r):
             _sink(s, base, np.int64(0), s.pools[m, HEAP])
         else:
@@ -264,9 +264,9 @@ def _end(s, m, made, start, stop):
     base = s.pools[m, BASE]
     if s.pools[m, HEAP] == UNKNOWN:
         return
-    begin, held = s.pools[m, HEAP], s.pools[m, HELD]
-    s.pools[m, HELD] = 0
-    for i in range(begin, begin + held):
+    begin, aside = s.pools[m, HEAP], s.pools[m, ASIDE]
+    s.pools[m, ASIDE] = 0
+    for i in range(begin, begin + aside):
         r = np.int64(s.heap[base + i])
         if s.entries[base + r, COUNT] > 0 and s.place[base + r] < 0:
             _push(s, m, r)

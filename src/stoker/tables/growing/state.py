@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 # columns of the pools
-BASE, FIRST, SIZE, MAP, MASK, TOP, FREE, HEAP, HELD, LIVE, POLICY, TTL, ADMIT = range(13)
+BASE, FIRST, SIZE, MAP, MASK, TOP, FREE, HEAP, ASIDE, LIVE, POLICY, TTL, ADMIT = range(13)
 # columns of the entries; a free one has count 0
 KEY, COUNT, USED, TIME = range(4)
 LRU, LFU = 1, 2  # policies; 0: none is evicted
@@ -39,7 +39,7 @@ class Work(NamedTuple):
     births: np.ndarray  # [L] int64: rows that are reset, from ``starts[table]`` on
     made: np.ndarray  # [L] int64
     unknown: np.ndarray  # [L] int64
-    changes: np.ndarray  # [.., 6] int64: pool, entry, and what it held; in order
+    changes: np.ndarray  # [.., 6] int64: pool, entry, and what was there; in order
     touches: np.ndarray  # [.., 5] int64: pool, entry, and its count, use and time
     firsts: np.ndarray  # [T, 2] int64: first change and touch of each table
     keeps: bool  # whether there is a journal

@@ -34,7 +34,7 @@ from stoker.base.errors import ConfigError
 from stoker.tables.links.transfer import QueuedLink, TransferStats, Writeback
 from stoker.tables.slots.residency import Ints, SlotPlan
 from stoker.tables.storage import Rows
-from stoker.tables.stores.home import Held, Home, MemoryHome
+from stoker.tables.stores.home import Home, MemoryHome, StoredRows
 
 ReadWay = Literal["auto", "staged", "direct"]
 _WAYS: tuple[ReadWay, ...] = ("staged", "direct")
@@ -205,11 +205,11 @@ class CudaLink(QueuedLink):
         streams, stream = self.streams, self.streams.incoming
         if self.reading == "direct":
             assert isinstance(self.home, MemoryHome)
-            held = self.home.held.of(rows)
-            for _, buffer in self._buffers(slots[held], rows[held]):
+            stored = self.home.stored.contains(rows)
+            for _, buffer in self._buffers(slots[stored], rows[stored]):
                 self._follow(stream)
                 streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))
-            rows, slots = rows[~held], slots[~held]
+            rows, slots = rows[~stored], slots[~stored]
         for part, buffer in self._buffers(slots):
             self.home.fetch(rows[part], buffer.host)
             streams.queue(stream, buffer.upload)
@@ -249,9 +249,9 @@ class CudaLink(QueuedLink):
     def _copied(self, tensor: Tensor) -> Tensor:
         """Queue the copy of a tensor of the host to the device."""
         streams, stream = self.streams, self.streams.incoming
-        held = streams.pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        kept = streams.pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         copied = streams.scratch(stream, tuple(tensor.shape), tensor.dtype)
-        streams.queue(stream, partial(_copy, copied, held))
+        streams.queue(stream, partial(_copy, copied, kept))
         return copied
 
     def ticket(self) -> _Ticket:
@@ -430,16 +430,16 @@ def _reading(home: Home, streams: Streams, wanted: ReadWay) -> ReadWay:
 
 def _times(home: Home, streams: Streams) -> dict[ReadWay, float]:
     """Time each way of reading for a few MiB of rows from all over ``home``."""
-    held = copy.copy(home)
-    held.held = Held(home.num_rows)  # do not time rows that were never stored
-    held.held.words.fill(-1)
+    timed = copy.copy(home)
+    timed.stored = StoredRows(home.num_rows)  # do not time rows that were never stored
+    timed.stored.words.fill(-1)
     count = min(home.num_rows, max(1, _PROBE // home.row_bytes))
     rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))
     slots = np.arange(count, dtype=np.int64)
     target = home.empty(count, partial(streams.scratch, streams.incoming))
     seconds: dict[ReadWay, float] = {}
     for way in _WAYS:
-        link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)
+        link = CudaLink(timed, target, TransferStats(), streams=streams, reading=way)
 
         def fetch(link: CudaLink = link) -> None:
             link.fetch(rows, slots)

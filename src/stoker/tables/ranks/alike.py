@@ -18,7 +18,7 @@ from stoker.tables.slots.slotted import SlottedRows
 _CHUNK = 2**12  # rows that are read at once
 
 
-def meet(ranks: Ranks, tables: Any) -> None:
+def check_alike(ranks: Ranks, tables: Any) -> None:
     """Check that ``tables`` can train with those of the other ranks; all of them call this.
 
     Raises:
@@ -78,7 +78,7 @@ def said(tables: Any, scale: float) -> list[int]:
     The rows are those that were written since ranks compared theirs.
     """
     optimizer = tables.optimizer
-    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables._steps.deferred
+    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables._stepper.deferred
     return [bits_of(optimizer.lr), bits_of(scale), zlib.crc32(plain(others).encode()), tables.written]
 
 
@@ -86,17 +86,17 @@ def _settings(tables: Any) -> dict[str, str]:
     """Return the settings that ranks share, in words."""
     names = ", ".join(table.name for table in tables.tables[:3]) + (", ..." if len(tables.tables) > 3 else "")
     found: dict[str, object] = {
-        "number of open stages": tables.stages,
+        "number of open stages": tables.open_stages,
         "mode": "train" if tables.training else "eval",
         "requires_grad": tables.handle.requires_grad,
         "list of frozen tables": sorted(tables.frozen),
         "gradient_scale": tables.gradient_scale,
-        "way to step": "as_optimizer()" if tables._steps.deferred else "in each backward",
+        "way to step": "as_optimizer()" if tables._stepper.deferred else "in each backward",
         "row optimizer": tables.optimizer,
         "number of shards": tables.shards,
         "number of row updates done": tables.tick,
     }
-    if tables.stages:  # which ask ahead for rows in slots alone
+    if tables.open_stages:  # which ask ahead for rows in slots alone
         slotted = [group for group in tables.groups if isinstance(group.storage, SlottedRows)]
         found = {"placement": f"{_names(slotted)} in slots and the rest in memory", **found}
     return {f"the {name} of tables {names}": str(value) for name, value in found.items()}

@@ -186,8 +186,8 @@ class ShardedResidency:
         shard = np.searchsorted(self._first_slot, slots, side="right") - 1
         for number, each in enumerate(self.shards):
             own = shard == number
-            held = each.rows_in(slots[own] - self._first_slot[number])
-            found[own] = np.where(held < 0, -1, join(held, number, len(self.shards)))
+            rows = each.rows_in(slots[own] - self._first_slot[number])
+            found[own] = np.where(rows < 0, -1, join(rows, number, len(self.shards)))
         return found
 
     def take_changed(self) -> Ints:

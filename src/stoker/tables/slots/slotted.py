@@ -36,7 +36,7 @@ from stoker.tables.storage import Lease, ProcessLock, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
 
-_STORED = 2**20  # rows of a chunk when all changed rows are written back
+_CHUNK_ROWS = 2**20  # rows of a chunk when all changed rows are written back
 
 
 class TooFewSlots(StokerError):
@@ -86,17 +86,17 @@ class SlottedRows(Storage):
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
         self.hot = PinnedRows(space, hot)
-        self.num_hot = held = len(self.hot)
-        if held > slots or held == slots < space.num_rows:
+        self.num_hot = num_hot = len(self.hot)
+        if num_hot > slots or num_hot == slots < space.num_rows:
             raise ConfigError(
-                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch. Give more memory "
+                f"{num_hot:,} hot rows leave none of {slots:,} slots for the other rows of a batch. Give more memory "
                 "(slots=, fraction= or memory= count hot and other rows together), or make fewer rows hot."
             )
         made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
         self.weight, self.state = made.weight, made.state
         # Slots of plans and links: counted from 0 after the hot ones.
-        self.transit = made[held:]
-        self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
+        self.transit = made[num_hot:]
+        self.residency = make_residency(space.first_row, slots - num_hot, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._lock, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
@@ -106,7 +106,7 @@ class SlottedRows(Storage):
         self._leases: dict[int, weakref.ref[Lease]] = {}  # leases that have not ended, by number of their plan
         rounded = home.dtype == torch.bfloat16
         # Table and row in each slot, for the random bits of bfloat16.
-        self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
+        self._rows_in_slots = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
         self._fill_hot()
         self.move_by((link or DirectLink)(home, self.transit, self.stats))
 
@@ -118,10 +118,10 @@ class SlottedRows(Storage):
     def _fill_hot(self) -> None:
         """Fetch the hot rows into their slots."""
         addresses = self.hot.addresses()
-        for begin in range(0, self.num_hot, _STORED):
-            rows = addresses[begin : begin + _STORED]
+        for begin in range(0, self.num_hot, _CHUNK_ROWS):
+            rows = addresses[begin : begin + _CHUNK_ROWS]
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
-            for labels, values in zip(self._labels, self.home.initial.label(rows), strict=False):
+            for labels, values in zip(self._rows_in_slots, self.home.initial.label(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
     @property
@@ -133,7 +133,7 @@ class SlottedRows(Storage):
     def available(self) -> int:
         """Slots that a batch could get now."""
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             return self.residency.free
 
     def queue(self) -> Queue:
@@ -148,9 +148,9 @@ class SlottedRows(Storage):
         with self._lock:
             try:
                 with span("plan"):
-                    self._enter_returned()
+                    self._release_returned()
                     while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
-                        self._enter_returned()
+                        self._release_returned()
                 if plan is None:
                     raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
                 self.stats.plan_seconds += time.perf_counter() - begin
@@ -168,9 +168,9 @@ class SlottedRows(Storage):
 
         The owner of the lease fetches the rows again when it needs them.
         """
-        held = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
-        graphs = [lease for lease in held if not lease.staged]
-        staged = [lease for lease in reversed(held) if lease.staged]
+        leases = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
+        graphs = [lease for lease in leases if not lease.staged]
+        staged = [lease for lease in reversed(leases) if lease.staged]
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
@@ -193,9 +193,9 @@ class SlottedRows(Storage):
             while self._revoke_one():
                 pass
             if self._broken is None:
-                self._enter_returned()
+                self._release_returned()
 
-    def _enter_returned(self) -> None:
+    def _release_returned(self) -> None:
         """Tell the residency which slots were released; raise StokerError if a move of rows failed earlier."""
         if self._broken is not None:
             cause = str(self._broken) or type(self._broken).__name__
@@ -220,8 +220,8 @@ class SlottedRows(Storage):
             link.run(plan)
             self.stats.rows += wanted.placed
             self.stats.hits += wanted.placed
-            if self._labels and len(plan.fetch_rows):
-                labels = [each[self.num_hot :] for each in self._labels]
+            if self._rows_in_slots and len(plan.fetch_rows):
+                labels = [each[self.num_hot :] for each in self._rows_in_slots]
                 link.label(list(zip(labels, self.home.initial.label(plan.fetch_rows), strict=True)), plan.fetch_slots)
             ids = link.send(to_slots(wanted.which, plan.slots, self.num_hot))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
@@ -231,7 +231,7 @@ class SlottedRows(Storage):
             # The rows of this plan may not be in their slots: they must not be used or written back.
             self._broken = error
             raise
-        tables, rows = self._labels or (None, None)
+        tables, rows = self._rows_in_slots or (None, None)
         lease = Lease(
             bags._replace(ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
             tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
@@ -253,11 +253,11 @@ class SlottedRows(Storage):
     def flush(self) -> None:
         """Write back every changed row that is not hot; rows remain in their slots."""
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             self._link.drain()
             slots = self.residency.take_changed()
-            for begin in range(0, len(slots), _STORED):  # sorting takes memory
-                some = slots[begin : begin + _STORED]
+            for begin in range(0, len(slots), _CHUNK_ROWS):  # sorting takes memory
+                some = slots[begin : begin + _CHUNK_ROWS]
                 try:
                     self._link.store(self.residency.rows_in(some), some)
                 except BaseException:
@@ -281,7 +281,7 @@ class SlottedRows(Storage):
 
     def gather(self, rows: Ints) -> Rows:
         with self._lock:
-            self._enter_returned()
+            self._release_returned()
             self._link.ready()
             slots = self._slots_of(rows)
             away = np.flatnonzero(slots < 0)
@@ -299,9 +299,9 @@ class SlottedRows(Storage):
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
         if len(unique):
-            held = self.residency.row_in_slot
-            at = np.minimum(np.searchsorted(unique, held), len(unique) - 1)
-            found = np.flatnonzero(unique[at] == held)
+            resident = self.residency.row_in_slot
+            at = np.minimum(np.searchsorted(unique, resident), len(unique) - 1)
+            found = np.flatnonzero(unique[at] == resident)
             slots[at[found]] = found + self.num_hot
         return np.where(own >= 0, own, slots[which])
 
@@ -315,8 +315,8 @@ class SlottedRows(Storage):
                     self.home.write(begin, part)
                 else:
                     self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
-            held = self.residency.row_in_slot
-            self._refresh(np.flatnonzero((held >= start) & (held < start + len(rows.weight))))
+            resident = self.residency.row_in_slot
+            self._refresh(np.flatnonzero((resident >= start) & (resident < start + len(rows.weight))))
 
     def _refresh(self, slots: Ints) -> None:
         """Fetch the rows in some slots again."""
@@ -378,7 +378,7 @@ class Queue:
             storage._queues.append(self)
 
     @property
-    def decides(self) -> bool:
+    def is_followed(self) -> bool:
         """Whether the residency knows the batches of this queue."""
         return bool(self._storage._queues) and self._storage._queues[-1] is self
 
@@ -402,7 +402,7 @@ class Queue:
 
     def _tell(self) -> bool:
         """Announce new batches to the residency; return True if it follows this queue."""
-        if not self.decides:
+        if not self.is_followed:
             return False
         residency = self._storage.residency
         for request in islice(self._waiting, residency.announced, None):
@@ -415,13 +415,13 @@ class Queue:
         with storage._lock:
             try:
                 with span("plan"):
-                    storage._enter_returned()
+                    storage._release_returned()
                     request, residency = self._waiting[0], storage.residency
                     plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
                 storage.stats.plan_seconds += time.perf_counter() - begin
                 if plan is None:
                     return None
-                self.guesses = self.decides and residency.guesses and storage.num_slots < storage.num_rows
+                self.guesses = self.is_followed and residency.guesses and storage.num_slots < storage.num_rows
                 self._drop_first()
                 # The lookup will bring offsets and weights.
                 lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
@@ -448,7 +448,7 @@ class Queue:
         with storage._lock:
             if self not in storage._queues:
                 return
-            if self.decides:
+            if self.is_followed:
                 storage.residency.cancel()
             storage._queues.remove(self)
             self._waiting.clear()

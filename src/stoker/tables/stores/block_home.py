@@ -105,7 +105,7 @@ class BlockHome(Home):
                     values[torch.from_numpy(rows[part] % self.block_rows)] = source[torch.from_numpy(places[part])]
                     new[block] = b"".join(flat(tensor).view(np.uint8).data for tensor in values.tensors)
                 self._save(new)
-                self.held.mark(rows[np.concatenate(list(some.values()))])
+                self.stored.mark(rows[np.concatenate(list(some.values()))])
 
     def _blocks(self, rows: np.ndarray) -> Iterator[dict[int, np.ndarray]]:
         """Yield some blocks at a time, each with the indices of its rows in ``rows`` [n]."""

@@ -211,7 +211,7 @@ class FileHome(Home):
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
         """Return the position of each of ``rows`` [n]."""
-        return np.where(self.held.of(rows), rows, self._nowhere)
+        return np.where(self.stored.contains(rows), rows, self._nowhere)
 
     def _reading(self) -> AbstractContextManager[Any]:
         """Keep the records at their positions within the block."""
@@ -243,7 +243,7 @@ class FileHome(Home):
                 some = slice(begin, begin + step)
                 self._move(self._records(source, places[some]), at[some], at[some], writing=True)
         self._check_length("writing")  # truncated meanwhile: these rows may be lost
-        self.held.mark(rows)
+        self.stored.mark(rows)
 
     @property
     def _records_at_a_time(self) -> int:

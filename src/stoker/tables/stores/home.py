@@ -109,7 +109,7 @@ class Initial:
         return out
 
 
-class Held:
+class StoredRows:
     """One bit a row: whether it was stored. Memory is taken as bits are set."""
 
     def __init__(self, num_rows: int) -> None:
@@ -122,10 +122,10 @@ class Held:
             ) from error
         self._lock = threading.Lock()
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
+    def contains(self, rows: np.ndarray) -> np.ndarray:
         """Return whether each of ``rows`` [n] int64 was stored: [n] bool."""
-        held: np.ndarray = ((self.words[rows >> 6] >> (rows & 63)) & 1).astype(bool)
-        return held
+        found: np.ndarray = ((self.words[rows >> 6] >> (rows & 63)) & 1).astype(bool)
+        return found
 
     def mark(self, rows: np.ndarray) -> None:
         """Record that ``rows`` [n] int64 are stored."""
@@ -162,7 +162,7 @@ class Home(ABC):
         self.dtype = initial.dtype
         self.native = HAVE_NUMBA and len(state) <= _KERNEL_STATES
         self.widths = tuple(self.dim if kind == "row" else 1 for kind in state.values())  # float32 elements a row
-        self.held = Held(self.num_rows)
+        self.stored = StoredRows(self.num_rows)
         # The slots of the last call, which were checked, and their arrays; None if they are not plain memory.
         self._slots: tuple[Rows | None, Arrays | None] = None, None
         self._open = True
@@ -414,20 +414,20 @@ class MemoryHome(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            self._run_kernel(rows, self.held.words, self._memory, target, places, storing=False)
+            self._run_kernel(rows, self.stored.words, self._memory, target, places, storing=False)
             return
         found = self.arrays[torch.from_numpy(rows)]  # state is zero in rows that were never stored
-        fresh = ~self.held.of(rows)
+        fresh = ~self.stored.contains(rows)
         if fresh.any():
             found.weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
         target[slice(len(rows)) if places is None else torch.from_numpy(places)] = found
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            self._run_kernel(rows, self.held.words, self._memory, source, places, storing=True)
+            self._run_kernel(rows, self.stored.words, self._memory, source, places, storing=True)
             return
         self.arrays[torch.from_numpy(rows)] = source[slice(len(rows)) if places is None else torch.from_numpy(places)]
-        self.held.mark(rows)
+        self.stored.mark(rows)
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""

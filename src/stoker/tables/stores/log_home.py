@@ -30,7 +30,7 @@ from stoker.base.units import format_size
 from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome, PageLayout, page_aligned
-from stoker.tables.stores.home import Held, Home, Initial
+from stoker.tables.stores.home import Home, Initial, StoredRows
 
 _SEGMENT = 2**20  # bytes; a file of fewer than _SEGMENTS such segments is cut into _SEGMENTS
 _SEGMENTS = 32
@@ -59,7 +59,7 @@ class LogHome(FileHome):
             ) from error
         super().__init__(initial, state, **options)
         self.block_rows = 1
-        self.held = _Indexed(self.index)
+        self.stored = _Indexed(self.index)
         self._live = np.zeros(self.layout.num_records // self._per_segment, np.int64)  # rows of each segment
         self._stored = 0  # rows in the file
         self._used = 0  # segments that were ever written
@@ -226,13 +226,13 @@ class LogHome(FileHome):
         return f" {lost:,} rows are lost."
 
 
-class _Indexed(Held):
+class _Indexed(StoredRows):
     """Rows in the index; entering a row marks it."""
 
     def __init__(self, index: np.ndarray) -> None:
         self._index = index
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
+    def contains(self, rows: np.ndarray) -> np.ndarray:
         known: np.ndarray = self._index[rows] > 0
         return known
 

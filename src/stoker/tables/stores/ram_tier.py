@@ -77,7 +77,7 @@ class RamTier(Home):
             ),
             self.state,
         )  # fmt: skip
-        self.frames.held.words[:] = -1
+        self.frames.stored.words[:] = -1
         # A frame belongs to a block if each names the other. So after an interrupt at any line no frame belongs to two
         # blocks.
         self._frame_of = np.zeros(blocks, np.int32)  # frame + 1 of each block; 0: in none
@@ -120,10 +120,10 @@ class RamTier(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         places = np.arange(len(rows)) if places is None else places
-        held = self.held.of(rows)
-        if not held.all():  # rows that were never stored need no frame
-            self._compute(rows[~held], target, places[~held])
-            rows, places = rows[held], places[held]
+        stored = self.stored.contains(rows)
+        if not stored.all():  # rows that were never stored need no frame
+            self._compute(rows[~stored], target, places[~stored])
+            rows, places = rows[stored], places[stored]
         with self._lock:
             self._move(rows, target, places, storing=False)
 
@@ -131,7 +131,7 @@ class RamTier(Home):
         places = np.arange(len(rows)) if places is None else places
         with self._lock:
             self._move(rows, source, places, storing=True)
-        self.held.mark(rows)
+        self.stored.mark(rows)
 
     def _move(self, rows: np.ndarray, side: Rows, places: np.ndarray, *, storing: bool) -> None:
         """Copy rows from their frames to ``side`` or back; admit the blocks that have no frame."""
@@ -213,5 +213,5 @@ class RamTier(Home):
         return rows[there], at[there]
 
     def _details(self) -> str:
-        held = format_size(self.num_frames * self.block_rows * self.row_bytes)
-        return f", {held} in memory over {self.inner!r}"
+        cached = format_size(self.num_frames * self.block_rows * self.row_bytes)
+        return f", {cached} in memory over {self.inner!r}"

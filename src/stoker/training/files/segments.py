@@ -81,14 +81,14 @@ class SavedTable:
         """Return the rows ``start..stop``."""
         folder, base = self._parts[0]
         end = min(stop, self._base)
-        pieces: list[Rows] = []
+        blocks: list[Rows] = []
         for shard in base["shards"]:
             first, last = max(start, int(shard["start"])), min(end, int(shard["start"]) + int(shard["rows"]))
-            if first < last or (start >= end and not pieces):  # no rows, but their widths
+            if first < last or (start >= end and not blocks):  # no rows, but their widths
                 first, last = (first, last) if first < last else (int(shard["start"]),) * 2
                 with _opened(folder / shard["file"]) as file:
-                    pieces.append(_slice(file, first - int(shard["start"]), last - int(shard["start"])))
-        found = pieces[0] if len(pieces) == 1 else _joined(pieces)
+                    blocks.append(_slice(file, first - int(shard["start"]), last - int(shard["start"])))
+        found = blocks[0] if len(blocks) == 1 else _joined(blocks)
         if stop > max(start, end):  # rows that were added since
             more = stop - max(start, end)
             found = _joined([found, found[:1].map(lambda tensor: tensor.new_zeros(more, *tensor.shape[1:]))])
@@ -110,12 +110,12 @@ class SavedTable:
         """Replace the values of ``rows`` [n], ascending, by those of the segments."""
         known = rows < self._base
         for folder, entry in self._parts[1:]:
-            for piece in entry["changed"]:
-                places, at = self._overlap(folder, piece, rows)
+            for item in entry["changed"]:
+                places, at = self._overlap(folder, item, rows)
                 if not len(places):
                     continue
                 known[places] = True
-                with _opened(folder / piece["file"]) as file:
+                with _opened(folder / item["file"]) as file:
                     found[places] = _some(file, at)
         if not known.all():
             raise CheckpointError(
@@ -125,11 +125,11 @@ class SavedTable:
         return found
 
     @staticmethod
-    def _overlap(folder: Path, piece: Mapping[str, Any], rows: Ints) -> tuple[Ints, Ints]:
+    def _overlap(folder: Path, item: Mapping[str, Any], rows: Ints) -> tuple[Ints, Ints]:
         """Return the places in ``rows`` of those that a file of a segment has, and their places in the file."""
-        if not len(rows) or int(piece["last"]) < rows[0] or int(piece["first"]) > rows[-1]:
+        if not len(rows) or int(item["last"]) < rows[0] or int(item["first"]) > rows[-1]:
             return (np.empty(0, np.int64),) * 2
-        numbers = _numbers(folder / piece["file"])
+        numbers = _numbers(folder / item["file"])
         begin, end = np.searchsorted(numbers, (rows[0], rows[-1] + 1)).tolist()
         places = np.searchsorted(rows, numbers[begin:end])
         there = np.flatnonzero(rows[places] == numbers[begin:end])
@@ -138,9 +138,9 @@ class SavedTable:
     def segments(self, after: int) -> Iterator[tuple[Ints, Rows]]:
         """Yield the rows of each file of the segments after number ``after`` of the chain."""
         for folder, entry in self._parts[after + 1 :]:
-            for piece in entry["changed"]:
-                with _opened(folder / piece["file"]) as file:
-                    yield file.get_tensor("row").numpy(), _slice(file, 0, int(piece["rows"]))
+            for item in entry["changed"]:
+                with _opened(folder / item["file"]) as file:
+                    yield file.get_tensor("row").numpy(), _slice(file, 0, int(item["rows"]))
 
     def raw_ids(self, *, waiting: bool) -> Iterator[torch.Tensor]:
         """Yield entries of the raw ids of a table that grows; later ones replace earlier ones of the same row."""
@@ -153,8 +153,8 @@ class SavedTable:
     def changed(self, after: int) -> Ints:
         """Return the rows that changed in segments after number ``after`` of the chain, ascending."""
         found = [
-            _numbers(folder / piece["file"])
-            for folder, entry in self._parts[after + 1 :] for piece in entry["changed"]
+            _numbers(folder / item["file"])
+            for folder, entry in self._parts[after + 1 :] for item in entry["changed"]
         ]  # fmt: skip
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 

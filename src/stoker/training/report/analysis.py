@@ -138,7 +138,7 @@ def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]
     """Return the cost of each table: bytes, lookups an example, distinct rows of the sample, and shares of id 0."""
     grown = model.spec.grow  # whose ids are raw: only in training it shows which have a row
     counts = data.manifest.get("unknown", {})
-    held = [split for split in counts if split != "train"]
+    others = [split for split in counts if split != "train"]
 
     def share(splits: list[str], mine: list[int]) -> float | None:
         pairs = [counts[split][model.spec.features[f].name] for split in splits for f in mine]
@@ -152,7 +152,7 @@ def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]
             "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
             "bytes": stored(model, table), "compressed": table.name in model.tensor_train,
             "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
-            "unknown": None if table.name in grown else share(held, mine),
+            "unknown": None if table.name in grown else share(others, mine),
             "unknown_train": share([*counts.keys() & {"train"}], mine),
         })  # fmt: skip
     return found

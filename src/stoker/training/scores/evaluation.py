@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stoker.training.scores.catalogue import Catalogue
 
 
-_Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
+_ScoredBatch = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples per batch
 _HEAD = 5  # rows in a report
 _ROW_GROUP = 2**17  # rows of a file that are written at a time
@@ -241,7 +241,7 @@ def _batches(
 
 def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
-) -> Generator[_Piece, None, None]:
+) -> Generator[_ScoredBatch, None, None]:
     """Yield the labels and scores of each batch."""
     _check(model, split)
     with (
@@ -336,10 +336,10 @@ def predict(
     if out is not None:
         check_scores_file(Path(out))
     with closing(_scored(model, split, batch_size, rows, lookahead)) as scored:
-        pieces = list(scored)
+        batches = list(scored)
     if out is not None:
-        _write(split, Path(out), iter(pieces), batch_size)
-    labels, scores = _joined(pieces)
+        _write(split, Path(out), iter(batches), batch_size)
+    labels, scores = _joined(batches)
     return Scores(
         scores=scores,
         labels=labels if split.labelled else None,
@@ -348,10 +348,10 @@ def predict(
     )
 
 
-def _joined(pieces: list[_Piece]) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
+def _joined(batches: list[_ScoredBatch]) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
     """Return labels [n] and scores [n] of all batches."""
-    labels = [label for label, _ in pieces if label is not None]
-    scores = torch.cat([score for _, score in pieces]).numpy() if pieces else np.empty(0, np.float32)
+    labels = [label for label, _ in batches if label is not None]
+    scores = torch.cat([score for _, score in batches]).numpy() if batches else np.empty(0, np.float32)
     return torch.cat(labels).numpy() if labels else None, scores
 
 
@@ -383,7 +383,7 @@ def write_scores(
         return _write(split, Path(out), scored, batch_size)
 
 
-def _write(split: Split, out: Path, scored: Iterator[_Piece], batch_size: int) -> int:
+def _write(split: Split, out: Path, scored: Iterator[_ScoredBatch], batch_size: int) -> int:
     """Write the labels and scores of batches, as in :func:`write_scores`."""
 
     def table(labels: npt.NDArray[np.float32] | None, scores: npt.NDArray[np.float32], first: int) -> pa.Table:
@@ -393,8 +393,8 @@ def _write(split: Split, out: Path, scored: Iterator[_Piece], batch_size: int) -
 
     done, empty = 0, table(None, np.empty(0, np.float32), 0)
     with atomic_file(out) as file, _writer(file, out.suffix, empty.schema) as writer:
-        for pieces in iter(lambda: list(islice(scored, -(-_ROW_GROUP // batch_size))), []):
-            labels, scores = _joined(pieces)
+        for batches in iter(lambda: list(islice(scored, -(-_ROW_GROUP // batch_size))), []):
+            labels, scores = _joined(batches)
             writer.write_table(table(labels, scores, done))
             done += len(scores)
         if not done:

@@ -39,7 +39,7 @@ _NAMES = {
 _RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
-_PIECE = 2**20  # rows that are sorted at a time, or a larger group
+_BLOCK = 2**20  # rows that are sorted at a time, or a larger group
 _GROUP = np.uint64(33)  # bits below the group in a key
 
 Keys = npt.NDArray[np.uint64]
@@ -57,9 +57,9 @@ def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
     positives.sort()
     negatives.sort()
     doubled = 0
-    for start in range(0, len(positives), _PIECE):
-        piece = positives[start : start + _PIECE]
-        doubled += sum(int(np.searchsorted(negatives, piece, side=side).sum()) for side in ("left", "right"))
+    for start in range(0, len(positives), _BLOCK):
+        block = positives[start : start + _BLOCK]
+        doubled += sum(int(np.searchsorted(negatives, block, side=side).sum()) for side in ("left", "right"))
     return doubled / (2 * len(positives) * len(negatives))
 
 
@@ -270,8 +270,8 @@ class RankingMetrics:
         keys.sort()
         self._parts = [keys]
         sums: tuple[float, ...] = (0,) * 7
-        for piece in _pieces(keys):
-            sums = tuple(so_far + found for so_far, found in zip(sums, _sums(piece, self.k), strict=True))
+        for block in _blocks(keys):
+            sums = tuple(so_far + found for so_far, found in zip(sums, _sums(block, self.k), strict=True))
         groups, ranked, hits, weights, reciprocal, gain, weighted = sums
         result = dict.fromkeys(RANKING, math.nan)
         result |= {"ranking_k": self.k, "groups": groups, "ranked_groups": ranked}
@@ -284,11 +284,11 @@ class RankingMetrics:
         return result
 
 
-def _pieces(keys: Keys) -> Iterator[Keys]:
-    """Yield whole groups, about :data:`_PIECE` rows at a time."""
+def _blocks(keys: Keys) -> Iterator[Keys]:
+    """Yield whole groups, about :data:`_BLOCK` rows at a time."""
     start = 0
     while start < len(keys):
-        last = keys[min(start + _PIECE, len(keys)) - 1] | np.uint64(2**33 - 1)
+        last = keys[min(start + _BLOCK, len(keys)) - 1] | np.uint64(2**33 - 1)
         stop = int(np.searchsorted(keys, last, side="right"))
         yield keys[start:stop]
         start = stop
