@@ -585,6 +585,10 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
         stoker.train(data, out=out, row_lr=math.nan)
     with pytest.raises(ConfigError, match="'abacus' is unknown"):
         stoker.train(data, out=out, device="abacus")
+    with pytest.raises(ConfigError, match="display 'off' is unknown: choose 'auto' or"):
+        stoker.train(data, out=out, display="off")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ranks is 2, and"):
+        stoker.train(data, out=out, ranks=2)  # type: ignore[arg-type]
     assert not out.exists()
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")

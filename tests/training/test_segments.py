@@ -21,7 +21,6 @@ import stoker
 from stoker.base.errors import CheckpointError
 from stoker.base.files import seal, unseal
 from stoker.dataset.batch import Batch
-from stoker.tables.changes import Change
 from stoker.tables.storage import Rows
 from stoker.training.files import checkpoint, segments
 from stoker.training.files.segments import SavedTable, join
@@ -158,31 +157,6 @@ def test_tensor_trains_and_several_widths(tmp_path: Path) -> None:
         whole = stoker.save(tmp_path / f"whole{number}", model)
         assert join(segment) == 1
         assert whole_files(segment) == whole_files(whole)
-
-
-def test_deleted_rows_are_zeros_until_they_are_written_again(tmp_path: Path) -> None:
-    run = Training(tmp_path)
-    run.train(2)
-    tables, rows = run.model.embeddings, np.array([3, 12, 250])
-    assert tables.changes is not None
-    group = tables.group_of["C3"]
-
-    def delete(rows: np.ndarray) -> None:
-        group.scatter("C3", rows, group.gather("C3", rows).map(torch.zeros_like))
-        tables.changes.delete("C3", rows)
-
-    delete(rows)
-    tables.write("C3", 250, torch.ones(1, 4))
-    assert tables.changes.rows("C3", Change.DELETED).tolist() == [3, 12]
-    path = run.save()
-    [entry] = [each for each in checkpoint.read_manifest(path)["tables"] if each["name"] == "C3"]
-    assert [piece["rows"] for piece in entry["deleted"]] == [2]
-    assert {3, 12, 250} <= {*SavedTable(checkpoint.chain(path), entry).changed(0).tolist()}
-    join(path)
-    assert whole_files(path) == whole_files(run.folder / "whole" / path.name)
-    loaded = stoker.load(path).model.embeddings.rows("C3")
-    assert not loaded[[3, 12]].any()
-    assert loaded[250].tolist() == [1.0] * 4
 
 
 def test_single_rows_can_be_read_from_a_chain(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.stores.registry import store_class, store_for
 
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
-_CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
 
 _SHARES = 16  # shares of memory that are given to kinds of tables one by one
 _AS_GOOD = 1.01  # factor on the least cost

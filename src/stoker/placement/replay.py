@@ -610,9 +610,7 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
     return _replayed(trace, strategy, slots, in_flight, report, hot(most))
 
 
-def simulate(
-    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
-) -> HitCounts:
+def simulate(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1) -> HitCounts:
     """Replay one strategy on a trace whose rows in flight fit the slots."""
     replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
-    return replayed(trace, strategy, slots, in_flight, report).counts
+    return replayed(trace, strategy, slots, in_flight, quiet).counts

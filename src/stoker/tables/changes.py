@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,14 +14,6 @@ from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.reference import addresses
 from stoker.tables.config import TableConfig
-
-
-class Change(IntEnum):
-    """The byte of a row."""
-
-    NONE = 0
-    WRITTEN = 1  # its weight or state may differ
-    DELETED = 2  # it became zeros, weight and state
 
 
 class Marked(Protocol):
@@ -38,19 +29,19 @@ class MarkedGroup(Marked, Protocol):
     stored: tuple[TableConfig, ...]
 
 
-def mark(marks: Tensor, rows: Tensor, change: Change = Change.WRITTEN) -> None:
+def mark(marks: Tensor, rows: Tensor) -> None:
     """Set the bytes ``marks`` [N] uint8 of ``rows`` [n] int64."""
     if marks.device.type == "cpu":
-        marks.numpy()[rows.cpu().numpy()] = int(change)  # takes half the time of torch's index_put
+        marks.numpy()[rows.cpu().numpy()] = 1  # takes half the time of torch's index_put
     else:
-        marks[rows.to(marks.device)] = int(change)
+        marks[rows.to(marks.device)] = 1
 
 
 def mark_lookups(marks: Tensor, bags: Bags, space: AddressSpace) -> None:
     """Set the bytes of the rows that ``bags`` look up."""
     bases = space.on(bags.ids.device).bases
     if marks.device.type == "cpu" and bags.offsets is None:
-        marks.numpy()[(bags.ids.numpy() + bases.numpy()).reshape(-1)] = int(Change.WRITTEN)
+        marks.numpy()[(bags.ids.numpy() + bases.numpy()).reshape(-1)] = 1
     else:
         mark(marks, addresses(bags.ids, bases, bags.offsets))
 
@@ -88,18 +79,14 @@ class ChangedRows:
             assert group.marks is not None
             group.marks.zero_()
 
-    def rows(self, table: str, change: Change = Change.WRITTEN) -> npt.NDArray[np.int64]:
-        """Return the rows of a table, or of a core of a tensor train, that changed so, ascending: [n]."""
-        found: npt.NDArray[np.int64] = torch.nonzero(self._marks(table) == int(change)).view(-1).cpu().numpy()
+    def rows(self, table: str) -> npt.NDArray[np.int64]:
+        """Return the rows of a table, or of a core of a tensor train, that changed, ascending: [n]."""
+        found: npt.NDArray[np.int64] = torch.nonzero(self._marks(table)).view(-1).cpu().numpy()
         return found
 
     def write(self, table: str, start: int, stop: int) -> None:
         """Record that the rows ``start..stop`` of a table changed."""
-        self._marks(table)[start:stop] = int(Change.WRITTEN)
-
-    def delete(self, table: str, rows: npt.NDArray[np.int64]) -> None:
-        """Record that rows [n] of a table are zeros now, with their state. Until a step or a write makes them new."""
-        mark(self._marks(table), torch.from_numpy(rows), Change.DELETED)
+        self._marks(table)[start:stop] = 1
 
     def _marks(self, table: str) -> Tensor:
         for group in self.groups:

@@ -502,8 +502,6 @@ class EmbeddingTables(CopiedTables):
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:
         """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
-        if not gradients:
-            return
         if self.raw is not None and any(each.born != self.born for each in gradients):
             self._births.check(self._apart(gradients))
         tick, alone, shards = self.tick + 1, gradients[0], self.shards_of(gradients[0].grad.shape[0])

@@ -104,10 +104,6 @@ class QuantizedRows(Storage):
         self._data, self._dim, self._bits = data, dim, bits
         self.weight, self.state = torch.empty(0, dim), {}
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._data)
-
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         space.check(bags.ids, bags.offsets)
         distinct, inverse = torch.unique(addresses(bags.ids, space.bases, bags.offsets), return_inverse=True)

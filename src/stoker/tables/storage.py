@@ -217,11 +217,6 @@ class Storage(ABC):
         """Whether :meth:`acquire` reads ids on the host, so that a stage acquires before they move to a GPU."""
         return False
 
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """N."""
-
     @abstractmethod
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         """Make the rows of a batch resident; return the right to look them up and to update them.
@@ -319,6 +314,7 @@ class DeviceRows(Storage):
 
     @property
     def num_rows(self) -> int:
+        """N."""
         return self.weight.shape[0]
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stoker.base.checks import checked
 from stoker.base.device import has_bf16_products, resolve_device
 from stoker.base.progress import showing
 from stoker.base.settings import with_arguments_of
@@ -91,6 +92,8 @@ def train(
     ranks = find_ranks(ranks)
     place = local_run(out, resume) if is_first(ranks) else unshared(out, resume)
     with together(ranks), place as (out, resume, upload):
+        if not isinstance(display, Display):
+            checked("display", display, Mode)
         start = open_run(dataset, config, out, resume, dict(settings), ranks)
         with process_settings(start.config) as models, Interrupted.by_signals(Path(str(out or resume))):
             return _train(start, Outputs(out, resume, display, loggers, upload), models)

@@ -74,12 +74,9 @@ def prefetch_bytes(b: ir.IRBuilder, size: Size, row: Row) -> None:
 
 
 @operation
-def row_move(b: ir.IRBuilder, size: Size, out: Row, row: Row) -> None:
+def row_move(b: ir.IRBuilder, size: Int, out: Row, row: Row) -> None:
     """Copy ``size`` bytes, an even number, from a row to another; their arrays may be of any types."""
     target, source = out.bytes, row.bytes
-    if isinstance(size, int):
-        cgutils.raw_memcpy(b, target, source, I64(size), 1)
-        return
     begin = I64(0)  # a call of memcpy would cost more than most rows
     for width in (_LINE, 16, 4, 2):
         end = b.and_(size, I64(-width))

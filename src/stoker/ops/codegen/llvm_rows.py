@@ -23,7 +23,6 @@ from stoker.ops.codegen.llvm import (
     Int,
     Known,
     Row,
-    Size,
     Vec,
     Vectors,
     add_lanes,
@@ -165,25 +164,17 @@ def row_dot(b: ir.IRBuilder, dim: Known, left: Row, right: Row) -> Float:
     return result
 
 
-def _init(b: ir.IRBuilder, row: Row, start: int, width: int, key: Int, counter: Int, scale: Float) -> None:
-    bits = counter_bits(b, key, counter, start, width)
-    top = b.trunc(b.lshr(bits, ir.Constant(bits.type, [40] * width)), ir.VectorType(I32, width))
-    unit = Vec(b, [b.uitofp(top, ir.VectorType(FLOAT, width))]) * 2.0**-23 - 1.0
-    row.store(start, unit * scale)
-
-
 @operation
-def row_init(b: ir.IRBuilder, dim: Size, out: Row, key: Int, counter: Int, scale: Float) -> None:
+def row_init(b: ir.IRBuilder, dim: Int, out: Row, key: Int, counter: Int, scale: Float) -> None:
     """Do reference.init_rows for ``dim`` elements; ``counter`` is that of the first."""
-    if isinstance(dim, int):
-        for start, width in chunks(dim):
-            _init(b, out, start, width, key, counter, scale)
-        return
     begin = I64(0)
     for width in (LANES, 1):
         end = b.and_(dim, I64(-width))
         with cgutils.for_range_slice(b, begin, end, I64(width)) as (at, _):
-            _init(b, out.behind(at), 0, width, key, b.add(counter, at), scale)
+            bits = counter_bits(b, key, b.add(counter, at), 0, width)
+            top = b.trunc(b.lshr(bits, ir.Constant(bits.type, [40] * width)), ir.VectorType(I32, width))
+            unit = Vec(b, [b.uitofp(top, ir.VectorType(FLOAT, width))]) * 2.0**-23 - 1.0
+            out.behind(at).store(0, unit * scale)
         begin = end
 
 

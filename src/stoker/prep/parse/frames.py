@@ -120,8 +120,6 @@ class Block:
     def drop_labels(self, item: Field) -> None:
         """Move rows whose label is a number but neither 0 nor 1 to the bad lines; an optional label may be missing."""
         column = self.columns[item]
-        if column.dtype == pl.String:
-            return
         wrong = ((column != 0) & (column != 1)).fill_null(not item.optional).to_numpy()
         if wrong.any():
             values = column.to_numpy()

@@ -58,8 +58,8 @@ def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrai
 class TensorTrainCores(Storage):
     """The cores of one table, all on the device. Rows are computed when they are read."""
 
-    def __init__(self, shape: TTShape, num_rows: int, state: dict[str, str], device: torch.device) -> None:
-        self.shape, self._num_rows = shape, num_rows
+    def __init__(self, shape: TTShape, state: dict[str, str], device: torch.device) -> None:
+        self.shape, self.state = shape, {}  # the cores have the state, not the rows
         self.cores = [
             DeviceRows(rows, left * width, torch.float32, state, device) for rows, left, width in shape.core_shapes
         ]
@@ -68,15 +68,6 @@ class TensorTrainCores(Storage):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The first core, which has the device and type of all."""
         return self.cores[0].weight
-
-    @property
-    def state(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Empty: the cores have the state, not the rows."""
-        return {}
-
-    @property
-    def num_rows(self) -> int:
-        return self._num_rows
 
     @property
     def fast_bytes(self) -> int:
@@ -161,7 +152,7 @@ class CompressedGroup(TableGroup):
         assert isinstance(self.strategy, TensorTrain)
         check_cores(optimizer, f"table {table.name!r}")
         shape = self.strategy.shape_of(table)
-        storage = TensorTrainCores(shape, table.num_embeddings, dict(optimizer.state), device)
+        storage = TensorTrainCores(shape, dict(optimizer.state), device)
         for place, core in enumerate(storage.cores):
             fill_core(core.weight, self.seed, table.name, shape, place, table.scale)
         self.stored = core_tables(table, shape)

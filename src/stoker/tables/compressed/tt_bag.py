@@ -98,9 +98,6 @@ class _CoreSlices(NamedTuple):
         """Return the same: it needs no copy for later."""
         return self
 
-    def scaled(self, factor: float) -> _CoreSlices:
-        return _CoreSlices([(digits, grad * factor) for digits, grad in self.cores])
-
 
 @dataclass(frozen=True, kw_only=True)
 class CoreArguments:
@@ -372,11 +369,9 @@ class TTEmbeddingBag(nn.Module):
         return gradients
 
     def apply_gradients(self, gradients: Sequence[_CoreSlices], scale: float) -> None:
-        """Take one step with the sum of ``gradients`` times ``scale``."""
+        """Take one step with the sum of ``gradients``; ``scale`` is 1, as a bag has no ``gradient_scale``."""
         assert self.optimizer is not None
         slices, rule = self._sum(gradients), self.optimizer.rule(self.tick)
-        if scale != 1.0:
-            slices = slices.scaled(scale)
         for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices.cores, strict=True)):
             state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
             backend = get_backend(self.backend, core.device)

@@ -126,6 +126,7 @@ class SlottedRows(Storage):
 
     @property
     def num_rows(self) -> int:
+        """N."""
         return self.space.num_rows
 
     @property

@@ -56,7 +56,7 @@ from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
 from stoker.tables import EmbeddingTables, Ranks, TableConfig
-from stoker.tables.changes import Change, ChangedRows
+from stoker.tables.changes import ChangedRows
 from stoker.tables.growing.ids import RAW_BYTES
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.training.files import module_state
@@ -578,25 +578,22 @@ class _Writer:
     def write_changes(
         self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int, counted: Counted
     ) -> dict[str, Any]:
-        """Write the rows of a table that changed, and the numbers of deleted ones; return its entry in the manifest.
+        """Write the rows of a table that changed; return its entry in the manifest.
 
         All rows of the table count at once, as it is not known before how many changed.
         """
         assert tables.changes is not None
-        found: dict[str, list[dict[str, Any]]] = {}
-        for kind, change, middle in (("changed", Change.WRITTEN, ""), ("deleted", Change.DELETED, ".deleted")):
-            each = _ID_BYTES + (row_bytes(table, tables.optimizer.state) if kind == "changed" else 0)
-            found[kind], size = [], max(1, shard_bytes // each)
-            rows = tables.changes.rows(table.name, change)
-            for number, start in enumerate(range(0, len(rows), size)):
-                some = rows[start : start + size]
-                values = tables.group_of[table.name].gather(table.name, some) if kind == "changed" else None
-                tensors = {} if values is None else {"weight": values.weight, **values.state}
-                file = f"{prefix}{middle}.{number:05d}.safetensors"
-                self.write(file, f"table {table.name!r}", {"row": torch.from_numpy(some), **tensors})
-                found[kind].append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
+        found, rows = [], tables.changes.rows(table.name)
+        size = max(1, shard_bytes // (_ID_BYTES + row_bytes(table, tables.optimizer.state)))
+        for number, start in enumerate(range(0, len(rows), size)):
+            some = rows[start : start + size]
+            values, file = tables.group_of[table.name].gather(table.name, some), f"{prefix}.{number:05d}.safetensors"
+            tensors = {"row": torch.from_numpy(some), "weight": values.weight, **values.state}
+            self.write(file, f"table {table.name!r}", tensors)
+            found.append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
         counted.add(table.num_embeddings)
-        return {**_table_entry(table), **found, **self._raw_ids(prefix, tables, table, shard_bytes, whole=False)}
+        raw_ids = self._raw_ids(prefix, tables, table, shard_bytes, whole=False)
+        return {**_table_entry(table), "changed": found, "deleted": [], **raw_ids}  # which earlier versions read
 
     def _raw_ids(
         self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int, *, whole: bool

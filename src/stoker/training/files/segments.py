@@ -110,17 +110,13 @@ class SavedTable:
         """Replace the values of ``rows`` [n], ascending, by those of the segments."""
         known = rows < self._base
         for folder, entry in self._parts[1:]:
-            for kind in ("deleted", "changed"):
-                for item in entry[kind]:
-                    places, at = self._overlap(folder, item, rows)
-                    if not len(places):
-                        continue
-                    known[places] = True
-                    if kind == "deleted":
-                        found[places] = found[places].map(torch.zeros_like)
-                    else:
-                        with _opened(folder / item["file"]) as file:
-                            found[places] = _some(file, at)
+            for item in entry["changed"]:
+                places, at = self._overlap(folder, item, rows)
+                if not len(places):
+                    continue
+                known[places] = True
+                with _opened(folder / item["file"]) as file:
+                    found[places] = _some(file, at)
         if not known.all():
             raise CheckpointError(
                 f"{self._parts[-1][0]} has no row {int(rows[np.argmin(known)]):,} of table {self.name!r}: a segment "
@@ -140,14 +136,11 @@ class SavedTable:
         return places[there], begin + there
 
     def segments(self, after: int) -> Iterator[tuple[Ints, Rows]]:
-        """Yield the rows of each file of the segments after number ``after`` of the chain; deleted ones are zeros."""
+        """Yield the rows of each file of the segments after number ``after`` of the chain."""
         for folder, entry in self._parts[after + 1 :]:
             for item in entry["changed"]:
                 with _opened(folder / item["file"]) as file:
                     yield file.get_tensor("row").numpy(), _slice(file, 0, int(item["rows"]))
-            for item in entry["deleted"]:
-                rows, one = _numbers(folder / item["file"]), self.read(0, 1)
-                yield rows, one[torch.zeros(len(rows), dtype=torch.int64)].map(torch.zeros_like)
 
     def raw_ids(self, *, waiting: bool) -> Iterator[torch.Tensor]:
         """Yield entries of the raw ids of a table that grows; later ones replace earlier ones of the same row."""
@@ -161,7 +154,7 @@ class SavedTable:
         """Return the rows that changed in segments after number ``after`` of the chain, ascending."""
         found = [
             _numbers(folder / item["file"])
-            for folder, entry in self._parts[after + 1 :] for item in (*entry["changed"], *entry["deleted"])
+            for folder, entry in self._parts[after + 1 :] for item in entry["changed"]
         ]  # fmt: skip
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 

@@ -29,12 +29,15 @@ def find_ranks(ranks: Ranks | None) -> Ranks | None:
     """Return the ranks that train together: those given, else all processes of ``torch.distributed``; None: this one.
 
     Raises:
-        ConfigError: they are :class:`stoker.Replicas`.
+        ConfigError: they are :class:`stoker.Replicas`, or no ranks.
     """
     if ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = Ranks()
-    if ranks is not None and ranks.means:
-        raise ConfigError("stoker.train divides rows among ranks: give it stoker.distributed.Ranks(), not Replicas().")
+    if not isinstance(ranks, Ranks | None) or (ranks is not None and ranks.means):
+        raise ConfigError(
+            f"ranks is {ranks!r}, and stoker.train divides rows among ranks. Give stoker.distributed.Ranks() in each "
+            "process that torchrun starts, or run: stoker train --ranks"
+        )
     return ranks
 
 
