@@ -23,21 +23,21 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_427,
-    "ops": 7_153,
-    "dataset": 3_133,
+    "ops": 7_141,
+    "dataset": 3_128,
     "optim": 607,
-    "tables": 13_413,
-    "models": 1_960,
-    "placement": 2_771,
-    "training": 11_160,
-    "rewrite": 1_810,
-    "prep": 13_751,
-    "synthetic": 1_660,
+    "tables": 13_377,
+    "models": 1_952,
+    "placement": 2_768,
+    "training": 11_155,
+    "rewrite": 1_807,
+    "prep": 13_749,
+    "synthetic": 1_645,
     "cli": 3_494,
     "live": 1_341,
     "serve": 1_612,
 }  # fmt: skip
-ALL_LINES = 66_656
+ALL_LINES = 66_593
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
