@@ -41,6 +41,15 @@ def initial_rows(table: TableConfig, seed: int, ids: list[int]) -> Tensor:
     return InitialRows([table], seed).make(np.zeros(len(ids), np.int64), np.array(ids), table.embedding_dim)
 
 
+def test_the_kernel_of_new_rows_equals_their_definition(monkeypatch):
+    tables = [TableConfig(name=f"t{i}", num_embeddings=10 ** (i + 1), embedding_dim=5) for i in range(3)]
+    new, random = InitialRows(tables, 3), np.random.default_rng(0)
+    given = np.sort(random.integers(0, 3, 500)), random.integers(-(2**63), 2**63 - 1, 500)
+    found = [new.make(*given, dim) for dim in (1, 5, 16)]
+    monkeypatch.setattr("stoker.tables.growing.ids.HAVE_NUMBA", False)
+    assert all(torch.equal(each, new.make(*given, each.shape[1])) for each in found)
+
+
 def strategies(random: np.random.Generator, folder: Path) -> dict[str, Any]:
     """One of each kind, of a size that most batches fit."""
     slots = int(random.integers(12, 30))

@@ -16,8 +16,8 @@ from stoker.ops.tree import RowSums, Shards, sum_rows
 
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX2 = 0x94D049BB133111EB - 2**64
+MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+MIX2 = 0x94D049BB133111EB - 2**64
 _LANES = 16  # width of the fixed summation tree in row_norm_squared
 _FEW = 16  # chunks of lanes that are added one by one
 CHUNK = 64  # occurrences of a row whose gradients are summed first; then their sums are
@@ -39,8 +39,8 @@ def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
     A value depends on (key, counter) only, so any placement, rank or order of work draws the same numbers.
     """
     z = (counter + 1) * GOLDEN + key
-    z = (z ^ _shift_right(z, 30)) * _MIX1
-    z = (z ^ _shift_right(z, 27)) * _MIX2
+    z = (z ^ _shift_right(z, 30)) * MIX1
+    z = (z ^ _shift_right(z, 27)) * MIX2
     return z ^ _shift_right(z, 31)
 
 

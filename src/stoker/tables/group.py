@@ -266,6 +266,9 @@ class TableGroup:
 
     def _row_blocks(self, rows: Tensor) -> Iterator[tuple[slice, Lease, Tensor]]:
         """Yield blocks of distinct ``rows`` [U] that fit: which, a lease on them, and where they are in memory."""
+        if isinstance(self.storage, DeviceRows):  # a row is where its address says
+            yield slice(None), self.storage.acquire(Bags(rows), self._by_table), rows
+            return
         blocks = self._blocks(
             self._by_table, len(rows), len(rows), lambda start, stop: self.lookups_of(rows[start:stop]).bags
         )

@@ -83,6 +83,10 @@ class InitialRows:
 
     def make(self, tables: Ints, ids: Ints, dim: int) -> Tensor:
         """Return rows [n, D] float32 for the raw ids [n] of the tables of these numbers [n]."""
+        if HAVE_NUMBA:
+            rows = torch.empty(len(ids), dim)
+            _kernels().born(self._keys, self._scales, tables, ids, rows.numpy())
+            return rows
         keys, scales = torch.from_numpy(self._keys[tables]), torch.from_numpy(self._scales[tables])
         each = counter_bits(keys, torch.from_numpy(ids))
         return uniform(each.unsqueeze(1), torch.arange(dim)) * scales.unsqueeze(1)
@@ -131,7 +135,9 @@ class GrowingIds:
         self.refused = 0  # lookups in training that found no free row
         #: returns what is called when rows may have got other raw ids
         self.loaded: Callable[[], Callable[[], None] | None] = lambda: None
-        self._places: tuple[Any, npt.NDArray[np.int32], Ints] | None = None  # of the last batch without offsets
+        # Of the last batch without offsets, what _where returned; of the last step, its memory.
+        self._places: tuple[int, tuple[npt.NDArray[np.int32], Ints, Ints, int]] | None = None
+        self._buffers: dict[str, Ints] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -267,8 +273,11 @@ class GrowingIds:
         self._clock[2] = time is not None
         self._clock[0] = step + 1 if time is None else max(time, int(self._clock[0]) if step else time)
 
-    def _where(self, call: Bags) -> tuple[npt.NDArray[np.int32], Ints]:
-        """Return the places of the lookups of each table, in order, and where those of each begin [T + 1]."""
+    def _where(self, call: Bags) -> tuple[npt.NDArray[np.int32], Ints, Ints, int]:
+        """Return the places of the lookups of each table, in order, and where those of each begin [T + 1].
+
+        Then where the journal of each table begins, for changes and touches [T, 2], and the room for changes.
+        """
         count = len(self.tables)
         if call.offsets is None:
             batch = call.ids.shape[0]
@@ -277,34 +286,45 @@ class GrowingIds:
                 own = [np.flatnonzero(self._owner == table).astype(np.int32) for table in range(count)]
                 where = [(rows + columns).reshape(-1) for columns in own]
                 starts = np.concatenate([[0], np.cumsum([len(each) for each in where])]).astype(np.int64)
-                self._places = batch, np.concatenate(where).astype(np.int32), starts
-            return self._places[1:]
+                self._places = batch, (np.concatenate(where).astype(np.int32), starts, *self._journal(starts))
+            return self._places[1]
         lengths = bag_lengths(call.offsets).numpy()
         table = np.repeat(np.tile(self._owner, len(lengths) // max(1, self.features)), lengths).astype(np.int16)
         order = np.argsort(table, kind="stable").astype(np.int32)
         starts = np.searchsorted(table[order], np.arange(count + 1)).astype(np.int64)
-        return order, starts
+        return order, starts, *self._journal(starts)
+
+    def _journal(self, starts: Ints) -> tuple[Ints, int]:
+        room = _CHANGES * np.diff(starts) + (-(-self._state.pools[:, SIZE] // SWEEPS)).reshape(-1, 2).sum(1)
+        return np.stack([np.cumsum(room) - room, starts[:-1]], 1), int(room.sum())
 
     def _work(self, call: Bags, *, keeps: bool) -> Work:
         """Return a step with memory for what it finds."""
-        where, starts = self._where(call)
-        lookups, size = np.diff(starts), int(starts[-1])
-        room = _CHANGES * lookups + (-(-self._state.pools[:, SIZE] // SWEEPS)).reshape(-1, 2).sum(1)
-        births, made, unknown = (np.empty(size, np.int64) for _ in range(3))
-        changes, touches = np.empty((int(room.sum()) * keeps, 6), np.int64), np.empty((size * keeps, 5), np.int64)
-        firsts = np.stack([np.cumsum(room) - room, starts[:-1]], 1)
+        where, starts, firsts, room = self._where(call)
+        size = int(starts[-1])
+        births, made, unknown = (self._buffer(name, size) for name in ("births", "made", "unknown"))
+        changes = self._buffer("changes", 6 * room * keeps).reshape(-1, 6)
+        touches = self._buffer("touches", 5 * size * keeps).reshape(-1, 5)
         ids = _numpy(call.ids)
+        others = size - starts[0] < len(ids)  # tables that do not grow, whose ids remain
+        out = ids.copy() if others else np.empty_like(ids)
         return Work(
-            ids, where, starts, ids.copy(), self._clock, births, made, unknown, changes, touches,
-            firsts, keeps, np.zeros((len(lookups), 4), np.int64),
+            ids, where, starts, out, self._clock, births, made, unknown, changes, touches,
+            firsts, keeps, np.zeros((len(firsts), 4), np.int64),
         )  # fmt: skip
+
+    def _buffer(self, name: str, size: int) -> Ints:
+        """Return memory of the last step: fresh pages, and NumPy's huge ones, take longer than a step."""
+        if name not in self._buffers or len(self._buffers[name]) < size:
+            self._buffers[name] = torch.empty(size, dtype=torch.int64).numpy()
+        return self._buffers[name][:size]
 
     def _step(self, call: Bags, time: int | None, frozen: frozenset[str], *, keeps: bool) -> Grown:
         clock = tuple(self._clock.tolist())
         work = self._work(call, keeps=keeps)
         self._tick(time)
         self._remap(np.repeat(np.diff(work.starts), 2))
-        idle = np.isin(self.names, list(frozen))
+        idle = np.array([name in frozen for name in self.names])
         self._run(work, np.flatnonzero(~idle), grows=True)
         if idle.any():
             self._run(work, np.flatnonzero(idle), grows=False)
@@ -312,9 +332,10 @@ class GrowingIds:
         if total := int(counts[:, BORN].sum()):
             begins = np.repeat(work.starts[:-1] - (counts[:, BORN].cumsum() - counts[:, BORN]), counts[:, BORN])
             tables = np.repeat(np.arange(len(counts)), counts[:, BORN])
-            places = self._state.pools[2 * tables, BASE] + work.births[begins + np.arange(total)]
+            base = self._state.pools[2 * tables, BASE]
+            places = base + work.births[begins + np.arange(total)]
             places.sort()  # the pools of the tables are in their order
-            births = Newborn(tables, places - self._state.pools[2 * tables, BASE], self._state.entries[places, KEY])
+            births = Newborn(tables, places - base, self._state.entries[places, KEY])
         rows = call._replace(ids=torch.from_numpy(work.out).view(call.ids.shape))
         grown = Grown(call, time, frozen, rows, births, int(counts[:, REFUSED].sum()), clock=clock)
         if keeps:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stoker.ops.reference import GOLDEN, MIX1, MIX2
 from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.growing.state import (
     ADMIT,
@@ -60,14 +61,14 @@ else:
 
 
 _BLOCK = 64  # lookups whose first places in the map are read together, so that the processor fetches them at once
-_M1, _M2 = np.int64(-7046029254386353131), np.int64(-4658895280553007687)  # of splitmix64, as signed numbers
+_GOLDEN, _MIX1, _MIX2 = np.int64(GOLDEN), np.int64(MIX1), np.int64(MIX2)
 
 
 @jit(**INNER)
 def _ideal(key, mask):
     """Return the place of a key in an empty map."""
-    z = (key ^ ((key >> np.int64(32)) & np.int64(0xFFFFFFFF))) * _M1
-    z = (z ^ ((z >> np.int64(29)) & np.int64(0x7FFFFFFFF))) * _M2
+    z = (key ^ ((key >> np.int64(32)) & np.int64(0xFFFFFFFF))) * _GOLDEN
+    z = (z ^ ((z >> np.int64(29)) & np.int64(0x7FFFFFFFF))) * _MIX1
     return (z >> np.int64(20)) & mask
 
 
@@ -514,6 +515,25 @@ def _swap_touches(s, touches):
         g = s.pools[touches[i, 0], BASE] + touches[i, 1]
         for k in range(1, 4):
             touches[i, 1 + k], s.entries[g, k] = s.entries[g, k], touches[i, 1 + k]
+
+
+@jit(**INNER)
+def _bits(key, counter):
+    """Do :func:`stoker.ops.reference.counter_bits` for one counter."""
+    z = (counter + np.int64(1)) * _GOLDEN + key
+    z = (z ^ ((z >> np.int64(30)) & np.int64(0x3FFFFFFFF))) * _MIX1
+    z = (z ^ ((z >> np.int64(27)) & np.int64(0x1FFFFFFFFF))) * _MIX2
+    return z ^ ((z >> np.int64(31)) & np.int64(0x1FFFFFFFF))
+
+
+@jit(**PLAIN)
+def born(keys, scales, tables, ids, out):
+    """Fill the rows ``out`` [n, D] of new raw ids [n] of some tables [n]."""
+    for i in range(len(ids)):
+        each, scale = _bits(keys[tables[i]], ids[i]), scales[tables[i]]
+        for k in range(out.shape[1]):
+            top = (_bits(each, np.int64(k)) >> np.int64(40)) & np.int64(0xFFFFFF)
+            out[i, k] = (np.float32(top) * np.float32(2.0**-23) - np.float32(1.0)) * scale
 
 
 @jit(**PLAIN)
