@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -273,12 +274,16 @@ class TableGroup:
             self._by_table, len(rows), len(rows), lambda start, stop: self.lookups_of(rows[start:stop]).bags
         )
         for start, stop, lease in blocks:
-            bags = lease.bags
-            yield slice(start, stop), lease, addresses(bags.ids, lease.space.on(bags.ids.device).bases, bags.offsets)
+            yield slice(start, stop), lease, lease.bags.ids.to(torch.int64).reshape(-1)  # slots, of all tables
             lease.release(changed=True)
 
     def lookups_of(self, rows: Tensor) -> Lookups:
         """Return the lookups of distinct ``rows`` [U], ascending."""
+        if rows.device.type == "cpu":  # of few rows torch takes several times as long
+            at, begins = rows.numpy(), self._by_table.first_row
+            ends = np.searchsorted(at, begins)
+            own = torch.from_numpy(at - np.repeat(begins[:-1], np.diff(ends)))
+            return Lookups(Bags(own, torch.from_numpy(ends)), self._by_table)
         first = self._by_table.on(rows.device).first_row
         offsets = torch.searchsorted(rows, first)
         local = rows - torch.repeat_interleave(first[:-1], offsets.diff(), output_size=len(rows))
