@@ -306,8 +306,10 @@ class GrowingIds:
         changes = self._buffer("changes", 6 * room * keeps).reshape(-1, 6)
         touches = self._buffer("touches", 5 * size * keeps).reshape(-1, 5)
         ids = _numpy(call.ids)
-        others = size - starts[0] < len(ids)  # tables that do not grow, whose ids remain
-        out = ids.copy() if others else np.empty_like(ids)
+        if size - starts[0] < len(ids):  # tables that do not grow keep their ids
+            out = ids.copy()
+        else:  # rows of 32 bits are half the memory for all that reads them
+            out = np.empty(len(ids), np.int32 if self._state.pools[:, SIZE].max() < 2**31 else np.int64)
         return Work(
             ids, where, starts, out, self._clock, births, made, unknown, changes, touches,
             firsts, keeps, np.zeros((len(firsts), 4), np.int64),

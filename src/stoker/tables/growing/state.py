@@ -34,7 +34,7 @@ class Work(NamedTuple):
     ids: np.ndarray  # [L'] int64: raw ids of the batch, and ids of tables that do not grow
     where: np.ndarray  # [L] int32: places of the lookups in ``ids``, by table, in order
     starts: np.ndarray  # [T + 1] int64: where those of each table begin
-    out: np.ndarray  # [L'] int64: a copy of ``ids``, in which raw ids become rows
+    out: np.ndarray  # [L'] int64: a copy of ``ids``, in which raw ids become rows; int32 if all tables grow
     clock: np.ndarray  # [3] int64: time, number of the step
     births: np.ndarray  # [L] int64: rows that are reset, from ``starts[table]`` on
     made: np.ndarray  # [L] int64
