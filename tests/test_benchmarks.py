@@ -151,6 +151,7 @@ def test_bars_known_to_be_short_are_those_whose_newest_result_is() -> None:
         if status == "ok" and name in bars and bars[name].must != bar["must"]:  # judged by another bar
             status = "short" if (bar["value"] > bars[name].must) == bars[name].at_most else "ok"
         newest[name] = max(newest.get(name, ("", "")), (made.get("time", made["date"]), status))
+    assert not set(bars) - set(newest), "a bar without a result: run it, and keep what it wrote"
     failed = {name for name, (_, status) in newest.items() if status in ("short", "wrong", "crashed")}
     assert failed & set(bars) <= set(reasons), "list what is short with its reason, or measure again"
     assert not [name for name in reasons if newest.get(name, ("", "short"))[1] == "ok"], "delete what is ok"
