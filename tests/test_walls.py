@@ -26,7 +26,7 @@ LINES = {
     "ops": 7_141,
     "dataset": 3_128,
     "optim": 607,
-    "tables": 13_426,
+    "tables": 13_428,
     "models": 1_952,
     "placement": 2_768,
     "training": 11_155,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_612,
 }  # fmt: skip
-ALL_LINES = 66_642
+ALL_LINES = 66_644
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
