@@ -24,7 +24,7 @@ LAYERS = {
 LINES = {
     "base": 2_427,
     "ops": 7_141,
-    "dataset": 3_128,
+    "dataset": 3_133,
     "optim": 607,
     "tables": 13_428,
     "models": 1_952,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_341,
     "serve": 1_612,
 }  # fmt: skip
-ALL_LINES = 66_644
+ALL_LINES = 66_649
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

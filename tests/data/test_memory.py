@@ -92,7 +92,7 @@ def both(kind: dict[str, Any], source: Path, out: Path, **options: Any) -> tuple
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Path) -> None:
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 1000), tmp_path / "lying")
-    assert held.in_memory
+    assert (held.in_memory, held.train.in_memory, lying.train.in_memory) == (True, True, False)
     assert not lying.in_memory
     assert "in memory" in repr(held)
     assert len(lying.train.entry["shards"]) > 2

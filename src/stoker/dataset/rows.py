@@ -97,6 +97,11 @@ class SplitRows:
         return sum(int(shard["bytes"]) for shard in self.entry["shards"])
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the rows are in temporary files, which are deleted with the last reference to the dataset."""
+        return self._folder is not None
+
+    @property
     def data_hash(self) -> str:
         """sha256 over the checksums of the shards, which identifies the rows."""
         return hashlib.sha256("".join(shard["sha256"] for shard in self.entry["shards"]).encode()).hexdigest()
