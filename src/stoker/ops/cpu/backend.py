@@ -70,7 +70,6 @@ def _groups(parts: Parts, states: Iterable[str]) -> tuple[_PartKey, ...]:
     return tuple(found)
 
 
-_CACHED = 2**13  # lines that surely fit a second-level cache
 _ITEMS_PER_THREAD = 2  # so that no thread ends with a large one
 
 
@@ -86,33 +85,14 @@ class _PartNumbers:
     dims: tuple[int, ...]  # of each part
     items: np.ndarray  # [I, 2]
     partitions: np.ndarray  # [T]
-    lines: np.ndarray  # [T] of cache in a row
     features_of: np.ndarray  # [T] how many features have each table
 
 
-class _Occurrences(NamedTuple):
-    """How often a batch looks up each table."""
-
-    counts: np.ndarray  # [T] int64
-    most: int
-    lines: np.ndarray  # [T] of a gradient, to prefetch while rows are found
-
-
-def _occurrences(layout: _PartNumbers, counts: np.ndarray) -> _Occurrences:
-    return _Occurrences(counts, int(counts.max()), layout.lines * (layout.lines * counts < _CACHED))
-
-
-def _bag_occurrences(layout: _PartNumbers, offsets: np.ndarray, features: int) -> _Occurrences:
-    """Count the ids of each table in bags [B * F + 1]."""
+def _bag_lookups(layout: _PartNumbers, offsets: np.ndarray, features: int) -> np.ndarray:
+    """Count the lookups of each table [T] in bags [B * F + 1]."""
     start, columns, *_ = layout.tables
     lengths = np.diff(offsets).reshape(-1, features).sum(0)
-    return _occurrences(layout, np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (layout.features_of > 0))
-
-
-@lru_cache(maxsize=64)
-def _single_occurrences(layout: _PartNumbers, batch: int) -> _Occurrences:
-    """Do the same where every bag has one id."""
-    return _occurrences(layout, layout.features_of * batch)
+    return np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (layout.features_of > 0)
 
 
 def share_work(rows: Sequence[int], weight: Sequence[float], threads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,8 +148,7 @@ def _layout(groups: tuple[_PartKey, ...], threads: int) -> _PartNumbers:
         ], 1) for group in groups).reshape(-1)),
         (np.cumsum([0, *features_of.tolist()]), by_table(columns), by_table(places), rows),
         begins, part_of, np.array([group.mean for group in groups])[part_of], tuple([group.dim for group in groups]),
-        *share_work(rows.tolist(), (features_of * wide).tolist(), threads), wide // 16,
-        features_of,
+        *share_work(rows.tolist(), (features_of * wide).tolist(), threads), features_of,
     )  # fmt: skip
 
 
@@ -222,7 +201,7 @@ class _Scratch:
             self._fitted = threads, lookups, dim = max(threads, have[0]), max(lookups, have[1]), max(dim, have[2])
             self.arrays = (
                 np.empty((threads, 1 << max(4, (2 * lookups - 1).bit_length())), np.int32),  # hash table of rows
-                np.empty((threads, 2 * lookups), np.int64),  # a distinct row, and its last and first lookup
+                np.empty((threads, 2 * lookups + 1), np.int64),  # a distinct row, and its last and first lookup
                 np.empty((threads, lookups), np.int32),  # the next lookup of the same row
                 np.empty((threads, lookups), np.int64),  # where the gradient of a lookup begins
                 np.empty((threads, lookups), np.float32),  # its factor
@@ -315,14 +294,11 @@ class CpuBackend(Backend):
         )
         find = kernels.find_kernel(jagged, weighted, mean, sharded)
         ids, offsets, scale = _ids(bags)
-        if jagged:
-            occurrences = _bag_occurrences(layout, offsets, features)
-        else:
-            occurrences = _single_occurrences(layout, len(ids) // features)
+        lookups = _bag_lookups(layout, offsets, features) if jagged else layout.features_of * (len(ids) // features)
         rows = _memory(parts)
         states = [flat(parts[0].state[name]) for name in definition.state]
         with self._busy:  # all threads of the program share the scratch: backward passes take turns
-            self._scratch.fit(threads, occurrences.most, max(layout.dims))
+            self._scratch.fit(threads, int(lookups.max()), max(layout.dims))
             slots, *lists = self._scratch.arrays
             updating = (
                 rows, *states, *[_NO_FLOATS] * (2 - len(states)), grad, layout.begins,
@@ -331,8 +307,8 @@ class CpuBackend(Backend):
                 _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), *lists, self._scratch.sums,
             )  # fmt: skip
             finding = (
-                ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences.counts,
-                occurrences.lines, layout.means, ends, grad, slots, *lists, error,
+                ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, lookups,
+                layout.means, ends, slots, *lists, error,
                 Kernel.entries(applies, updating)[layout.part_of],
             )  # fmt: skip
             _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, threads, finding, updating)

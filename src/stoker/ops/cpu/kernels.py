@@ -20,7 +20,7 @@ from numba import njit
 
 from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm import LANES
-from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_row
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
     bag_sum,
     chain_sum,
@@ -180,25 +180,24 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool, sharded: bool = False)
 
     def find(p, me, table, part):
         (
-            ids, offsets, scale, features, example_stride, table_start, columns, places, table_rows, parts, occurrences,
-            lines, means, limits, grad, all_slots, all_rows, all_following, all_sources, all_scales, error, entries,
+            ids, offsets, scale, features, example_stride, table_start, columns, places, table_rows, parts, lookups,
+            means, limits, all_slots, all_rows, all_following, all_sources, all_scales, error, entries,
         ) = arguments(p)  # fmt: skip
         slots, rows, following = all_slots[me], all_rows[me], all_following[me]
         sources, scales = all_sources[me], all_scales[me]
         batch = (len(offsets) - 1 if jagged else len(ids)) // features
-        others, limit, most = parts[table] - 1, table_rows[table], occurrences[table]
+        others, limit, most = parts[table] - 1, table_rows[table], lookups[table]
         bits = np.int64(4)
         while (np.int64(1) << bits) < 2 * most:
             bits += 1
         mask = (np.int64(1) << bits) - 1
         shift = np.uint64(64 - bits)
         direct = limit <= mask  # every row is its own place: no hashing
-        slots[: mask + 1] = -1
-        begin_f, end_f, touched = table_start[table], table_start[table + 1], lines[table]
+        slots[: mask + 1] = most
+        begin_f, end_f = table_start[table], table_start[table + 1]
         one = np.float32(1.0)
         count, n = np.int64(0), np.int64(0)
-        ahead = EXAMPLES * example_stride
-        bad = False  # checked when a row is first met: a check of every id takes a twentieth longer
+        bad = False
         mark, ended = np.int64(0), np.int64(0)
         if sharded:
             mark = limits[0] << _PLACE_BITS
@@ -209,8 +208,6 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool, sharded: bool = False)
             for f in range(begin_f, end_f):
                 bag = b * features + columns[np.uint64(f)]
                 source = b * example_stride + places[np.uint64(f)]
-                for line in range(touched):  # the second half finds them in a cache
-                    prefetch(grad, source + ahead + line * LANES)
                 begin, end = bag, bag + 1
                 if jagged:
                     begin, end = offsets[np.uint64(bag)], offsets[np.uint64(bag + 1)]
@@ -224,22 +221,23 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool, sharded: bool = False)
                     if others and (row >> 4) & others != part:
                         continue
                     h = row & mask if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
+                    rows[np.uint64(2 * most)] = row  # a free place leads there, so that one test ends the search
                     u = np.int64(slots[np.uint64(h)])
-                    while u >= 0 and rows[np.uint64(2 * u)] != row:
+                    while rows[np.uint64(2 * u)] != row:
                         h = (h + 1) & mask
                         u = np.int64(slots[np.uint64(h)])
-                    if n >= most or (u < 0 and row >= limit):
+                    if n >= most or row >= limit:
                         bad = True
                         continue
-                    if u < 0:
-                        slots[np.uint64(h)] = count
-                        rows[np.uint64(2 * count)] = row
-                        rows[np.uint64(2 * count + 1)] = n << 32 | n
-                        count += 1
-                    else:
-                        ends = rows[np.uint64(2 * u + 1)]
-                        following[np.uint64(ends >> 32)] = n
-                        rows[np.uint64(2 * u + 1)] = n << 32 | ends & _LOW
+                    # Without branches: which rows are new cannot be predicted.
+                    known = (u - most) >> 63
+                    u = (u & known) | (count & ~known)
+                    count += 1 + known
+                    slots[np.uint64(h)] = u
+                    ends = rows[np.uint64(2 * u + 1)]
+                    rows[np.uint64(2 * u)] = row
+                    rows[np.uint64(2 * u + 1)] = n << 32 | (ends & _LOW & known) | (n & ~known)
+                    following[np.uint64((ends >> 32 & known) | (n & ~known))] = n
                     sources[np.uint64(n)] = source + mark
                     if weighted:
                         scales[np.uint64(n)] = scale[np.uint64(k)]
