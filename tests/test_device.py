@@ -163,9 +163,10 @@ def test_probes_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_freed_memory_is_kept_where_glibc_agrees():
     """In processes of their own: the setting stays until the process ends."""
     code = (
-        "import sys, stoker.base.device as d, torch, resource\n"
-        "kept = sys.argv[1] != 'leave' and d.keep_freed_memory()\n"
+        "import sys, stoker, stoker.base.device as d, torch, resource\n"
+        "kept = sys.argv[1] in ('keep', 'return') and d.keep_freed_memory()\n"
         "if sys.argv[1] == 'return': d.return_freed_memory()\n"
+        "if sys.argv[1] == 'block': (block := stoker.kept_memory()).__enter__()\n"
         "def step(): return [torch.empty(2**20).fill_(1.0) for _ in range(10)]\n"
         "for _ in range(5): step()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
@@ -173,10 +174,11 @@ def test_freed_memory_is_kept_where_glibc_agrees():
         "faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "print(kept, faults)"
     )
-    runs = [run_python("-c", code, mode).stdout.split() for mode in ("keep", "leave", "return")]
+    runs = [run_python("-c", code, mode).stdout.split() for mode in ("keep", "leave", "return", "block")]
     if runs[0][0] == "True" and int(runs[1][1]) > 20_000:  # the C library did return memory
         assert int(runs[0][1]) < int(runs[1][1]) / 2
         assert int(runs[2][1]) > 2 * int(runs[0][1])
+        assert int(runs[3][1]) < int(runs[1][1]) / 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

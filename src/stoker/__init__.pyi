@@ -3,6 +3,7 @@
 from stoker import distributed as distributed
 from stoker import optim as optim
 from stoker import synthetic as synthetic
+from stoker.base.device import kept_memory as kept_memory
 from stoker.base.errors import CheckpointError as CheckpointError
 from stoker.base.errors import ConfigError as ConfigError
 from stoker.base.errors import DataError as DataError

@@ -21,8 +21,8 @@ A checkpoint is written under a temporary name, flushed to disk and renamed, so 
 whole. Tables are written in chunks, so memory does not grow with them. Any placement and device can load the files.
 
 Format 1 is for a :class:`RecModel` with one optimizer. Format 2 is for any module, several optimizers and extra state:
-its manifest names the :class:`EmbeddingTables` of each table. Format 3 is a segment, or either of them with tables
-that grow.
+its manifest names the :class:`EmbeddingTables` of each table. Format 3 is either of them with tables that grow, format
+4 a segment (format 3 before its rows were packed).
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ from stoker.tables.growing.ids import RAW_BYTES
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.training.files import module_state
 from stoker.training.files.module_state import Optimizers
+from stoker.training.files.packing import pack
 from stoker.training.ranks.first import is_first, on_first
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+GROWING_VERSION = 3
 _MANIFEST = "manifest.json"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
 _ID_BYTES = 8  # of the number of a row in a segment
@@ -509,10 +511,10 @@ def verify_files(directory: Path, manifest: Mapping[str, Any], counted: Counted 
     return len(manifest["files"])
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file of tensors, for all who may read its directory. A failure is an OSError."""
     try:
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
     except SafetensorError as error:  # it wraps the error of the operating system
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
@@ -528,16 +530,17 @@ class _Writer:
         self.folder, self.require_finite, self.ranks = folder, require_finite, ranks
         self.files: dict[str, Any] = {}
 
-    def write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, name: str, what: str, tensors: Mapping[str, Tensor], *, packed: bool = False) -> None:
         """Write one file; ``what`` names its contents in messages."""
-        on_first(self.ranks, f"write {name}", lambda: self._write(name, what, tensors))
+        on_first(self.ranks, f"write {name}", lambda: self._write(name, what, tensors, packed))
 
-    def _write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, name: str, what: str, tensors: Mapping[str, Tensor], packed: bool) -> None:
         path = self.folder / name
         here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.require_finite:
             _check_finite(what, here)
-        write_tensors(here, path)
+        stored, metadata = pack(here) if packed else (here, None)
+        write_tensors(stored, path, metadata)
         self.count(name)
 
     def count(self, name: str) -> None:
@@ -589,7 +592,7 @@ class _Writer:
             some = rows[start : start + size]
             values, file = tables.group_of[table.name].gather(table.name, some), f"{prefix}.{number:05d}.safetensors"
             tensors = {"row": torch.from_numpy(some), "weight": values.weight, **values.state}
-            self.write(file, f"table {table.name!r}", tensors)
+            self.write(file, f"table {table.name!r}", tensors, packed=True)
             found.append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
         counted.add(table.num_embeddings)
         raw_ids = self._raw_ids(prefix, tables, table, shard_bytes, whole=False)
@@ -665,7 +668,7 @@ def _write_files(
     writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
         "files": writer.files,
-        "format_version": FORMAT_VERSION if any("clock" in each for each in entries) else 1 if first else 2,
+        "format_version": GROWING_VERSION if any("clock" in each for each in entries) else 1 if first else 2,
         "step": max((each.tick for each in trained.values()), default=0),
         "stream": None if stream is None else stream.state_dict(),
     }

@@ -6,6 +6,7 @@ Legend: n rows, D columns.
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from stoker.tables.growing.ids import RAW_BYTES, merged
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import (
     DENSE,
-    FORMAT_VERSION,
+    GROWING_VERSION,
     SHARD_BYTES,
     Link,
     chain,
@@ -30,6 +31,7 @@ from stoker.training.files.checkpoint import (
     verify,
     writing,
 )  # fmt: skip
+from stoker.training.files.packing import Packed
 
 Ints = npt.NDArray[np.int64]
 
@@ -197,10 +199,10 @@ def _row_ids(links: Sequence[Link], entry: Mapping[str, Any]) -> Ints:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     with (
-        errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError, OSError)),
+        errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError, OSError, zlib.error)),
         safe_open(path, framework="pt") as file,
     ):
-        yield file
+        yield Packed(file) if file.metadata() else file
 
 
 def _slice(file: Any, first: int, last: int) -> Rows:
@@ -258,7 +260,7 @@ def join(directory: str | Path) -> int:
             tables.append({**kept, "shards": shards})
         shutil.copyfile(target / DENSE, writer.folder / DENSE)
         writer.count(DENSE)
-        version = FORMAT_VERSION if any("clock" in each for each in tables) else 2 if "trained" in manifest else 1
+        version = GROWING_VERSION if any("clock" in each for each in tables) else 2 if "trained" in manifest else 1
         manifest |= {"tables": tables, "files": writer.files, "format_version": version}
         writer.finish(manifest | {"compacted": hash_manifest(target)})
     return len(links) - 1
