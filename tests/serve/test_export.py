@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,6 +64,43 @@ def test_a_tensor_train_keeps_its_cores(run: Path, tmp_path: Path) -> None:
     with pytest.raises(stoker.ConfigError, match=r"rows='bf16' does not work with tensor trains \(item\)"):
         stoker.export(tmp_path / "step", tmp_path / "small", data=data.path, rows="bf16")
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.slow
+def test_tables_that_grow_are_exported_with_their_raw_ids(tmp_path: Path) -> None:
+    """Known, waiting, expired and unknown ids score as in the run, also after updates."""
+
+    def rows(number: int, count: int = 300) -> pl.DataFrame:
+        random = np.random.default_rng(number)
+        return pl.DataFrame({
+            "label": random.integers(0, 2, count), "item": random.zipf(1.3, count) % 97 + 20 * number,
+            "shop": random.integers(0, 9, count) + number, "rare": random.integers(0, 9, count),
+        })  # fmt: skip
+
+    columns = [
+        {"name": "item", "oov": "grow", "grow": {"rows": 40, "admit": 2, "ttl": 6}}, {"name": "shop"},
+        {"name": "rare", "oov": "grow", "grow": {"admit": 9999}},
+    ]  # fmt: skip
+    schema = stoker.Schema.from_dict(
+        {"label": "label", "split": {"train": 0.7, "valid": 0.15, "test": 0.15}, "categorical": columns}
+    )
+    run, asked = tmp_path / "run", pl.concat([rows(number) for number in range(4)])
+    data = stoker.prepare(schema, rows(0), out=tmp_path / "data")
+    stoker.train(
+        data, out=run, epochs=1, batch_size=64, embedding_dim=4, model_options={"bottom": (8,), "top": (8,)},
+        display="quiet",
+    )  # fmt: skip
+    for number in (1, 2):
+        stoker.update(run, rows(number))
+    expected = stoker.Scorer(run).score(asked.drop("label"))
+    for kind in ("fp32", "int8"):
+        stoker.export(run, tmp_path / kind, rows=kind)
+        found = stoker.Scorer(tmp_path / kind, check=True).score(asked.drop("label"))
+        assert np.abs(found - expected).max() < (0.01 if kind == "int8" else 1e-30)
+    changed = tmp_path / "fp32" / "raw_ids" / "item.safetensors"
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(stoker.CheckpointError, match=r"item\.safetensors was altered.*or its sha256 differs"):
+        stoker.Scorer(tmp_path / "fp32")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
     OUT/rows/0.rows             the rows of all tables of one width, in their order
     OUT/dense.safetensors       the dense part, and the cores of tensor trains
     OUT/vocab/item.arrow        values with their ids, by rising hash
+    OUT/raw_ids/item.safetensors  of a table that grows: its rows with their raw ids
     OUT/features/               fitted features and the state of window features
     OUT/items.arrow             of a two-tower model: its items and their vectors
     OUT/dense.pt2, dense.onnx   on request
@@ -47,6 +48,7 @@ from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
 from stoker.serve.settings import ExportSettings
 from stoker.tables.exported import Exported, quantize, width_of
+from stoker.tables.growing.ids import merged
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, remove_folder, verify, write_tensors
 from stoker.training.files.loading import saved_model
@@ -55,7 +57,7 @@ from stoker.training.files.segments import SavedTable
 from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import check_dataset
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # with tables that grow; 1 without
 _CORE = "core:"  # prefix of the cores of tensor trains among the dense tensors
 _REMEDY = "Pass the dataset: stoker.export(run, out, data=...)"
 
@@ -103,7 +105,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         overwrite: replace an earlier export.
 
     Raises:
-        ConfigError: ``out`` exists, tables grow, or rows cannot be made one by one.
+        ConfigError: ``out`` exists, or rows cannot be made one by one.
         CheckpointError: a file is missing or damaged, or the disk is full.
         DependencyError: ``onnx`` needs packages that are not installed.
 
@@ -127,10 +129,6 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     manifest = read_manifest(path)
     verify(path)
     spec = FeatureSpec.from_dict(manifest["features"])
-    if spec.grow:
-        raise ConfigError(
-            f"tables {listed(list(spec.grow))} grow, and raw ids are not exported yet. Serve the run: stoker serve RUN."
-        )
     if rows == "bf16" and (trains := manifest["model"].get("tensor_train")):
         raise ConfigError(
             f"rows='bf16' does not work with tensor trains ({listed(list(trains))}), whose cores are float32. Choose "
@@ -145,10 +143,12 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         (made / "vocab").mkdir()
         for name, known in fitted.ids.items():
             known.write(made / "vocab" / f"{name}.arrow")
+        clock = _write_raw_ids(made, links)
         like.copy(f"{FEATURES}/", made)
         config = {**manifest["model"], "dtype": "bfloat16" if rows == "bf16" else "float32"}
         description = {
-            "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
+            "kind": "export", "format_version": FORMAT_VERSION if clock else 1, "clock": clock, "stoker": __version__,
+            "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
             "notation": like.schema.notation, "times": like.times,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
@@ -227,6 +227,21 @@ def _write_rows(
     return groups, (written, plain)
 
 
+def _write_raw_ids(out: Path, links: Sequence[Link]) -> list[int]:
+    """Write which raw ids have which rows, a file for each table that grows; return the time of the last step."""
+    found = []
+    for entry in links[-1].manifest["tables"]:
+        if "clock" in entry:
+            found = entry["clock"]
+            (out / "raw_ids").mkdir(exist_ok=True)
+            parts = [
+                torch.empty(0, 5, dtype=torch.int64),
+                *merged(SavedTable(links, entry).raw_ids(waiting=False), 2**20),
+            ]
+            write_tensors({"entries": torch.cat(parts)}, out / "raw_ids" / f"{entry['name']}.safetensors")
+    return found
+
+
 def _encoded(weight: torch.Tensor, rows: str) -> bytes:
     if rows == "bf16":
         return weight.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
@@ -289,6 +304,9 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
     model = MODELS[manifest["model"]["model"]].from_config(
         spec, manifest["model"], optimizer=SGD(lr=1.0), placement=dict.fromkeys(names, Exported(str(path)))
     )
+    if model.embeddings.raw is not None:
+        entries = {name: load_file(path / "raw_ids" / f"{name}.safetensors").values() for name in spec.grow}
+        model.embeddings.raw.load(manifest["clock"], {(name, False): parts for name, parts in entries.items()})
     tensors = load_file(path / DENSE)
     with torch.no_grad():
         for name, value in model.dense_tensors():
