@@ -29,7 +29,7 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
         else:
             planes = value.unsqueeze(-1).view(torch.uint8).movedim(-1, 0).contiguous()
             coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
-            coded = coder.compress(planes[-1].numpy()) + coder.flush()
+            coded = coder.compress(planes[-1].numpy().data) + coder.flush()
             found[name] = planes[:-1].contiguous()
             found[name + _TOP] = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
     kinds = {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
