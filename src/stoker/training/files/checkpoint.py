@@ -68,7 +68,8 @@ FORMAT_VERSION = 4
 GROWING_VERSION = 3
 _MANIFEST = "manifest.json"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
-_ID_BYTES = 8  # of the number of a row in a segment
+_PACKED_BYTES = 64 * 2**20  # and in one of a segment, which is unpacked as a whole, in three times its memory
+_ID_BYTES = 8  # of the number of a row
 DENSE = "dense.safetensors"
 _TICK = 10**9  # ns: no clock of a file system is coarser
 _KNOWN = 2**15  # files: a process that follows a run for months sees any number
@@ -587,7 +588,7 @@ class _Writer:
         """
         assert tables.changes is not None
         found, rows = [], tables.changes.rows(table.name)
-        size = max(1, shard_bytes // (_ID_BYTES + row_bytes(table, tables.optimizer.state)))
+        size = max(1, min(shard_bytes, _PACKED_BYTES) // (_ID_BYTES + row_bytes(table, tables.optimizer.state)))
         for number, start in enumerate(range(0, len(rows), size)):
             some = rows[start : start + size]
             values, file = tables.group_of[table.name].gather(table.name, some), f"{prefix}.{number:05d}.safetensors"

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,10 +28,13 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
             kind = next(kind for kind in _STEPS if int(steps.max()) <= torch.iinfo(kind).max)
             found[name] = steps.to(kind)
         else:
-            planes = value.unsqueeze(-1).view(torch.uint8).movedim(-1, 0).contiguous()
+            whole = value.unsqueeze(-1).view(torch.uint8).numpy()
+            low = np.empty((whole.shape[-1] - 1, *value.shape), np.uint8)
+            for place, plane in enumerate(low):
+                plane[...] = whole[..., place]
             coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
-            coded = coder.compress(planes[-1].numpy().data) + coder.flush()
-            found[name] = planes[:-1].contiguous()
+            coded = coder.compress(np.ascontiguousarray(whole[..., -1]).data) + coder.flush()
+            found[name] = torch.from_numpy(low)
             found[name + _TOP] = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
     kinds = {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
     return found, {"types": json.dumps(kinds, sort_keys=True)}  # one key: safetensors writes several in any order
@@ -51,8 +55,12 @@ class Packed:
         value: Tensor = self._file.get_tensor(name)
         if name == "row":
             return value.to(torch.int64).cumsum(0)
-        top = bytearray(zlib.decompress(self._file.get_tensor(name + _TOP).numpy()))
-        planes = torch.cat([value.flatten(1), torch.frombuffer(top, dtype=torch.uint8)[None]])
-        return planes.T.reshape(-1).view(getattr(torch, self._kinds[name])).view(value.shape[1:])
+        low = value.numpy()
+        whole = np.empty((*low.shape[1:], len(low) + 1), np.uint8)
+        for place, plane in enumerate(low):
+            whole[..., place] = plane
+        top = zlib.decompress(self._file.get_tensor(name + _TOP).numpy())
+        whole[..., -1] = np.frombuffer(top, np.uint8).reshape(low.shape[1:])
+        return torch.from_numpy(whole).view(getattr(torch, self._kinds[name])).squeeze(-1)
 
     get_slice = get_tensor
