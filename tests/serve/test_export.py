@@ -97,6 +97,8 @@ def test_tables_that_grow_are_exported_with_their_raw_ids(tmp_path: Path) -> Non
         stoker.export(run, tmp_path / kind, rows=kind)
         found = stoker.Scorer(tmp_path / kind, check=True).score(asked.drop("label"))
         assert np.abs(found - expected).max() < (0.01 if kind == "int8" else 1e-30)
+    with pytest.raises(stoker.ConfigError, match=r"rows='bf16' does not work with tables that grow \(item, rare\)"):
+        stoker.export(run, tmp_path / "bf16", rows="bf16")
     changed = tmp_path / "fp32" / "raw_ids" / "item.safetensors"
     changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(stoker.CheckpointError, match=r"item\.safetensors was altered.*or its sha256 differs"):

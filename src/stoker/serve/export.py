@@ -129,11 +129,13 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     manifest = read_manifest(path)
     verify(path)
     spec = FeatureSpec.from_dict(manifest["features"])
-    if rows == "bf16" and (trains := manifest["model"].get("tensor_train")):
-        raise ConfigError(
-            f"rows='bf16' does not work with tensor trains ({listed(list(trains))}), whose cores are float32. Choose "
-            "fp32, int8 or int4.", settings=("rows",),
-        )  # fmt: skip
+    float32 = {"tensor trains": manifest["model"].get("tensor_train"), "tables that grow": spec.grow}
+    for what, names in float32.items():
+        if rows == "bf16" and names:
+            raise ConfigError(
+                f"rows='bf16' does not work with {what} ({listed(list(names))}), which are float32. Choose fp32, int8 "
+                "or int4.", settings=("rows",),
+            )  # fmt: skip
     like = Like(Path(newest_rows(path, _REMEDY, data)))
     check_dataset(like.data, spec, manifest["extra"].get("dataset"), continued=True)
     fitted = FittedSchema.of(like)
