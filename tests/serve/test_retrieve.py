@@ -182,6 +182,8 @@ def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(stoker.ConfigError, match="ids of column 'item' are hashes"):
         stoker.Retriever(tmp_path / "run")
     assert not (stoker.export(tmp_path / "run", tmp_path / "out").path / ITEMS).exists()
+    with pytest.raises(stoker.ConfigError, match="ids of column 'item' are hashes"):
+        stoker.Retriever(tmp_path / "out")
     retriever = stoker.Retriever(run)
     with pytest.raises(stoker.DataError, match="lack 'age'"):
         retriever.topk(log(3).select("user"))

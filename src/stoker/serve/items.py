@@ -20,18 +20,23 @@ from stoker.training.scores.evaluation import scoring
 ITEMS = "items.arrow"
 
 
+def check_values(model: TwoTower, fitted: FittedSchema) -> None:
+    """Raise a ConfigError if only hashes of the items are known."""
+    feature = model.spec.features[model.identity]
+    if feature.table not in fitted.ids:
+        raise ConfigError(f"ids of column {feature.name!r} are hashes of its values, so the values of items are "
+                          "not known. Prepare it without hash_buckets and without oov = 'grow'.")  # fmt: skip
+
+
 class Items:
     """The items of a catalogue by rising id, with their values."""
 
     def __init__(self, model: TwoTower, fitted: FittedSchema, catalogue: Catalogue) -> None:
-        feature = model.spec.features[model.identity]
-        if feature.table not in fitted.ids:
-            raise ConfigError(f"ids of column {feature.name!r} are hashes of its values, so the values of items are "
-                              "not known. Prepare it without hash_buckets.")  # fmt: skip
+        check_values(model, fitted)
         self._catalogue = catalogue
         ids, self._order = catalogue.ids.sort()
         self.ids: npt.NDArray[np.int64] = ids.numpy()  # [n]
-        self.values = fitted.ids[feature.table].values(self.ids)
+        self.values = fitted.ids[model.spec.features[model.identity].table].values(self.ids)
 
     def vectors(self, model: TwoTower) -> npt.NDArray[np.float32]:
         """Return the vectors that a model gives them: [n, W]."""

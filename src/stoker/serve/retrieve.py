@@ -22,7 +22,7 @@ from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel, TwoTower
 from stoker.prep.requests import RowEncoder, map_table
-from stoker.serve.items import ITEMS, Items
+from stoker.serve.items import ITEMS, Items, check_values
 from stoker.serve.scorer import Scorer, filled
 from stoker.training.files.checkpoint import chain, reading
 from stoker.training.files.rundir import trained_rows
@@ -98,6 +98,8 @@ class Retriever:
             self.items = table["item"].combine_chunks()
             self.vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, self.model.width)
         else:
+            if self.scorer.checkpoint is None:
+                check_values(self.model, encoder.fitted)
             assert self.scorer.checkpoint is not None
             path, manifest = self.scorer.checkpoint
             with reading(path, manifest):  # else these are not the items of the model
