@@ -133,6 +133,19 @@ def test_a_run_faster_than_the_measured_limit_has_a_reason(made: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_without_test_rows_baselines_are_those_of_validation_rows(tmp_path: Path) -> None:
+    ids = torch.randint(1, 20, (1000,), generator=torch.Generator().manual_seed(0))
+    schema = {"label": "label", "split": {"train": 0.8, "valid": 0.2, "test": 0}, "categorical": [{"name": "C1"}]}
+    frame = pl.DataFrame({"label": (ids % 2).tolist(), "C1": ids.tolist()})
+    data = stoker.prepare(stoker.Schema.from_dict(schema), frame, out=tmp_path / "d")
+    stoker.train(data, out=tmp_path / "run", **SMALL)
+    found = stoker.baseline(data)
+    said = " ".join(page_of(tmp_path / "run").words)
+    assert "logistic regression, valid" in said
+    assert f"{found.figures['logistic regression']['valid']['auc']:.4f}" in said
+
+
+@pytest.mark.slow
 def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=1000, num_embeddings=(20, 10))
     stoker.train(data, out=tmp_path / "run", **SMALL)
@@ -325,6 +338,15 @@ def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_pat
     assert not re.findall("log loss<|normalized entropy|accuracy<|Calibration", text)
 
 
+def test_names_of_curves_wrap_and_a_single_value_is_said_once() -> None:
+    names = ["a run whose name is long", "another one with an even longer name"]
+    drawn = chart({name: [(0.0518, 0.7), (2.0, 0.8)] for name in names}, "AUC")
+    [caption] = re.findall("<figcaption>.*</figcaption>", drawn)  # HTML, which wraps: texts of SVG ran over each other
+    assert all(name in caption for name in names)
+    assert re.findall("<text[^>]*>([^<]*)<", drawn) == ["0.7", "0.8", "0.05", "2"]
+    assert re.findall("<text[^>]*>([^<]*)<", chart({"AUC": [(1200.0, 0.7935)]}, "AUC")) == ["0.7935", "1,200"]
+
+
 def test_long_bars_have_whole_numbers() -> None:
     assert re.findall("start[^>]*>([^<]*)<", bars({"a": 12345.6, "b": 0.1234}, "ms")) == ["12,346", "0.123"]
 
@@ -360,6 +382,10 @@ def curve(*values: float) -> list[dict[str, float]]:
     ("run", "analysis", "change", "gain"),
     [
         ({"baselines": {"average": {"test": {"auc": 0.72}}}}, {}, "Lower the learning rates", "0.0200 AUC"),
+        (
+            {"test": {}, "valid": {"auc": 0.7}, "baselines": {"average": {"valid": {"auc": 0.72}}}},
+            {}, "Lower the learning rates", "0.0200 AUC",
+        ),
         (
             {"valid_curve": [{"auc": 0.8, "step": 10, "epoch": 1}, {"auc": 0.7, "step": 40, "epoch": 4}]},
             {}, "Stop after epoch 1 (--epochs 1)", "75% of the training time",

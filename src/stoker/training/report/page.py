@@ -71,7 +71,8 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     settings = TrainConfig().to_dict() | renamed(config["settings"])
     lines = directory.records()
     done = read_report(directory) or {}
-    later = _baselines(config["dataset"], done.get("test") or {})
+    held_out = "test" if done.get("test") else "valid"
+    later = _baselines(config["dataset"], held_out, done.get(held_out) or {})
     losses = [each for each in lines if each["kind"] == "train"]
     valid = [each for each in lines if each["kind"] == "valid"]
     best = None if done or (found := directory.best()) is None else int(found.name.removeprefix("step_"))
@@ -88,15 +89,15 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _baselines(dataset: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the baselines that the dataset has now, if they are of as many test rows as the run; else none."""
+def _baselines(dataset: str, split: str, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the baselines that the dataset has now, if they are of as many rows as the run's figures; else none."""
     try:
         found = saved_baselines(Dataset(dataset))
     except (DataError, ConfigError):
         return {}
     figures = {} if found is None else found.figures
-    rows = {splits.get("test", {}).get("rows") for splits in figures.values()}
-    return figures if rows == {test.get("rows")} else {}
+    rows = {splits.get(split, {}).get("rows") for splits in figures.values()}
+    return figures if rows == {own.get("rows")} else {}
 
 
 def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -> tuple[dict[str, Any] | None, str]:
@@ -219,9 +220,10 @@ def _curves(run: Mapping[str, Any]) -> str:
 
 def _figures(run: Mapping[str, Any]) -> str:
     columns = {name: run[name] for name in ("valid", "test") if run[name]}
+    held_out = "test" if run["test"] else "valid"
     for name, splits in run["baselines"].items():
-        if splits.get("test"):
-            columns[f"{name}, test"] = splits["test"]
+        if splits.get(held_out):
+            columns[f"{name}, {held_out}"] = splits[held_out]
     return grid(metric_grid(columns)) if columns else "<p>No evaluation yet.</p>"
 
 
