@@ -30,7 +30,7 @@ from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, analyse, shuffled, stored, work_of
 from stoker.training.report.charts import bars, chart
-from stoker.training.report.page import read
+from stoker.training.report.page import body, read
 
 VOID = {"meta", "path", "circle", "rect", "polyline"}  # elements without an end
 
@@ -336,6 +336,11 @@ def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_pat
     [curve] = re.findall("<figcaption>loss by epoch.*?</figure>", text)
     assert "validation" not in curve
     assert not re.findall("log loss<|normalized entropy|accuracy<|Calibration", text)
+    assert "log loss it saves" not in text, "of scores that are no probabilities"
+    update = {"number": 1, "rows": 70, "before": {"auc": 0.6, "log_loss": None, "recall_50": 0.25}, "ids": {}}
+    said = body(read(RunDirectory(tmp_path / "run")) | {"updates": [update]}, None)
+    assert "recall@50 before" in said
+    assert "log loss before" not in said
 
 
 def test_names_of_curves_wrap_and_a_single_value_is_said_once() -> None:

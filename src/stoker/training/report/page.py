@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -134,12 +134,13 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
         section("Time and bytes of a step", _time(run, analysis)),
     ]  # fmt: skip
     if run["updates"]:
-        parts.append(section("Updates", _updates(run["updates"])))
+        parts.append(section("Updates", _updates(run)))
     if analysis is None:
         parts.append(section("Tables, calibration, slices", f"<p>Not measured: {escape(missing)}</p>"))
     else:
-        parts.append(section("What tables cost and bring", _tables(analysis)))
-        if run["settings"]["loss"] == "bce":
+        likely = run["settings"]["loss"] == "bce"  # else scores are no probabilities, and their log loss says nothing
+        parts.append(section(f"What tables cost{' and bring' if likely else ''}", _tables(analysis, likely)))
+        if likely:
             parts.append(section("Calibration and slices", _calibration(analysis)))
     usual = [TrainConfig().to_dict(), FORMER, {} if analysis is None else analysis.get("chosen", {})]
     rows = [
@@ -265,11 +266,14 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
     return f'<div class="pair">{"".join(shown)}</div>' if shown else "<p>All rows were in fast memory.</p>"
 
 
-def _updates(lines: Sequence[Mapping[str, Any]]) -> str:
+def _updates(run: Mapping[str, Any]) -> str:
     """Return how good the model was on each update's rows before it had seen them, and which ids came and went."""
+    lines, words = run["updates"], metric_names(run["k"])
+    names = {name: words.get(name, name) for name in (run["metric"], "auc", "log_loss")
+             if any(each["before"].get(name) is not None for each in lines)}  # fmt: skip
     curves = {
         words: [(float(each["number"]), each["before"][name]) for each in lines if each["before"].get(name) is not None]
-        for name, words in (("auc", "AUC"), ("log_loss", "log loss"))
+        for name, words in names.items()
     }
     drawn = [chart({words: points}, f"{words} on new rows, by update") for words, points in curves.items()]
     total = {number: _sum(each.get("ids", {})) for number, each in enumerate(lines)}
@@ -279,12 +283,12 @@ def _updates(lines: Sequence[Mapping[str, Any]]) -> str:
     }
     drawn.append(chart(came, "ids of all tables, by update", least=0.0))
     rows = [
-        [f"{each['number']}", f"{each['rows']:,}", _number(each["before"].get("auc")),
-         _number(each["before"].get("log_loss")), table, *(f"{ids[key]:,}" for key in _IDS)]
+        [f"{each['number']}", f"{each['rows']:,}", *(_number(each["before"].get(name)) for name in names), table,
+         *(f"{ids[key]:,}" for key in _IDS)]
         for each in reversed(lines) for table, ids in (each.get("ids") or {"": dict.fromkeys(_IDS, 0)}).items()
     ]  # fmt: skip
-    headings = ["update", "rows", "AUC before", "log loss before", "table", *_IDS.values()]
-    shown = grid(Grid(headings, rows[:_LINES], left=(4,)))
+    headings = ["update", "rows", *(f"{words} before" for words in names.values()), "table", *_IDS.values()]
+    shown = grid(Grid(headings, rows[:_LINES], left=(headings.index("table"),)))
     return (
         "<p>Before an update, the model is tested on the new rows. Everything else on this page is about the model "
         f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{shown}{_left_out(len(rows))}'
@@ -296,35 +300,31 @@ def _sum(tables: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {key: sum(each[key] for each in tables.values()) for key in _IDS} if tables else {}
 
 
-def _tables(analysis: Mapping[str, Any]) -> str:
+def _tables(analysis: Mapping[str, Any], likely: bool) -> str:
+    """Return what each table costs and, if scores are probabilities, the log loss that each column saves."""
     brings: dict[str, list[Mapping[str, Any]]] = {}
-    for each in analysis["columns"]:
+    for each in analysis["columns"] if likely else ():
         brings.setdefault(each["table"] or each["name"], []).append(each)
 
-    def gain(name: str) -> str:
-        return (
-            ", ".join(f"{each['loss']:+.5f} ± {each['error']:.5f}" for each in brings.get(name, [])) or "not measured"
-        )
+    def gain(name: str) -> list[str]:
+        said = ", ".join(f"{each['loss']:+.5f} ± {each['error']:.5f}" for each in brings.get(name, []))
+        return [said or "not measured"] if likely else []
 
+    saves = ["log loss it saves"] if likely else []
     order = sorted(analysis["tables"], key=lambda each: -each["bytes"])
     rows = [
         [each["name"], f"{each['rows']:,}", f"{each['dim']}", format_size(each["bytes"]), f"{each['lookups']:.2f}",
-         f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", gain(each["name"])]
+         f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", *gain(each["name"])]
         for each in order[:_LINES]
     ]  # fmt: skip
-    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown",
-                "log loss it saves"]  # fmt: skip
+    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown", *saves]
     found = grid(Grid(headings, rows)) + _left_out(len(order))
-    dense = [each for each in analysis["columns"] if each["table"] is None]
+    dense = [each for each in analysis["columns"] if likely and each["table"] is None]
     if dense:
         best = sorted(dense, key=lambda each: -each["loss"])[:_LINES]
-        found += grid(
-            Grid(["dense column", "log loss it saves"], [[each["name"], gain(each["name"])] for each in best])
-        )
-    return (
-        f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows: the log loss that shuffling a column adds, "
-        f"with its standard error.</p>{found}"
-    )
+        found += grid(Grid(["dense column", *saves], [[each["name"], *gain(each["name"])] for each in best]))
+    what = ": the log loss that shuffling a column adds, with its standard error" if likely else ""
+    return f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows{what}.</p>{found}"
 
 
 def _calibration(analysis: Mapping[str, Any]) -> str:
