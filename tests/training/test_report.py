@@ -349,6 +349,8 @@ def test_names_of_curves_wrap_and_a_single_value_is_said_once() -> None:
     [caption] = re.findall("<figcaption>.*</figcaption>", drawn)  # HTML, which wraps: texts of SVG ran over each other
     assert all(name in caption for name in names)
     assert re.findall("<text[^>]*>([^<]*)<", drawn) == ["0.7", "0.8", "0.05", "2"]
+    many = chart({str(number): [(0.0, 0.0), (1.0, 1.0)] for number in range(8)}, "AUC")
+    assert sorted(map(int, re.findall(r"stroke=.hsl\((\d+) ", many))) == [50, 100, 145, 175, 290, 330]  # not 211 nor 21
     assert re.findall("<text[^>]*>([^<]*)<", chart({"AUC": [(1200.0, 0.7935)]}, "AUC")) == ["0.7935", "1,200"]
 
 

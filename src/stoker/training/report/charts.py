@@ -14,6 +14,7 @@ from stoker.base.units import format_count
 _POINTS = 400  # of a line
 _DOTS = 40  # a line of fewer points shows each
 _WIDE, _TALL, _EDGE = 460, 200, 62  # of a chart; left of its axis
+_HUES = 145, 290, 50, 330, 175, 100, 255  # of further lines: the first are blue and orange
 _BAR, _BESIDE = 230, 158  # longest bar; left of all bars
 
 _STYLE = """
@@ -76,7 +77,7 @@ def chart(curves: Mapping[str, Points], title: str, *, least: float | None = Non
     names = ""
     drawn = [f'<path class="axis" d="M{_EDGE} {top}V{bottom}H{end}" fill="none"/>']
     for number, (name, points) in enumerate(curves.items()):
-        colour = ("var(--a)", "var(--b)")[number] if number < 2 else f"hsl({75 * number % 360} 60% 50%)"
+        colour = ("var(--a)", "var(--b)")[number] if number < 2 else f"hsl({_HUES[(number - 2) % len(_HUES)]} 60% 50%)"
         places = [at(point) for point in points]
         line = " ".join(f"{across:.1f},{up:.1f}" for across, up in places)
         drawn.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
