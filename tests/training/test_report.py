@@ -82,7 +82,15 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
     shutil.copytree(made / "run", run)
     page = page_of(run)
     said = " ".join(page.words)
-    for words in ("one & <two>", "AUC", "C1", "hit rate of caches of this size", "log loss it saves", "device_memory"):
+    for words in (
+        "one & <two>",
+        "AUC",
+        "C1",
+        "hit rate of caches of this size",
+        "best possible (Belady)",
+        "log loss it saves",
+        "device_memory",
+    ):
         assert words in said
     analysis = RunDirectory(run).read(FILE)
     settings = json.loads((run / "config.json").read_text())

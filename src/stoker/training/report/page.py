@@ -31,6 +31,7 @@ from stoker.training.scores.metrics import metric_grid, metric_names
 from stoker.training.tools.baseline import saved_baselines
 
 _LINES = 40  # of a table
+_CACHES = {"belady": "best possible (Belady)", "pinned": "Stoker's", "lru": "least recently used"}
 _IDS = {"new": "new ids", "gone": "ids that lost their row", "reused": "reused rows", "known": "ids with a row"}
 
 
@@ -259,7 +260,7 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
             parts["everything else"] = max(0.0, 1000 * size / run["samples"] - sum(parts.values()))
             shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}, measured for this page"))
         if analysis["cache"] is not None:
-            rates = {name: 100 * value for name, value in analysis["cache"]["rates"].items()}
+            rates = {_CACHES.get(name, name): 100 * value for name, value in analysis["cache"]["rates"].items()}
             shown.append(
                 bars(rates, f"hit rate of caches of this size, %, over {analysis['cache']['steps']:,} batches")
             )
