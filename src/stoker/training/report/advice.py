@@ -58,11 +58,7 @@ def weak(splits: Mapping[str, Record], loss: str) -> Iterator[Advice]:
 
 def _baseline(run: Record) -> Iterator[Advice]:
     held_out, words = ("test", "test") if run["test"] else ("valid", "validation")
-    figures = {
-        name: splits[held_out].get("auc")
-        for name, splits in run["baselines"].items()
-        if splits.get(held_out, {}).get("auc")
-    }
+    figures = {name: auc for name, of in run["baselines"].items() if (auc := of.get(held_out, {}).get("auc"))}
     own = run[held_out].get("auc")
     if not figures or own is None:
         return

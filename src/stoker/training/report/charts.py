@@ -58,10 +58,7 @@ def _thinned(points: Points) -> Points:
 
 
 def chart(curves: Mapping[str, Points], title: str, *, least: float | None = None) -> str:
-    """Draw lines, with the ends of both axes; the lower end is at most ``least``. No points: no chart.
-
-    An axis with one value has it in the middle.
-    """
+    """Draw lines, with the ends of both axes, or one value; the lower end is at most ``least``. No points: no chart."""
     curves = {name: _thinned(points) for name, points in curves.items() if points}
     if not curves:
         return ""
@@ -74,8 +71,7 @@ def chart(curves: Mapping[str, Points], title: str, *, least: float | None = Non
         up = (point[1] - low) / (high - low) if high > low else 0.5
         return _EDGE + across * (end - _EDGE), bottom - up * (bottom - top)
 
-    names = ""
-    drawn = [f'<path class="axis" d="M{_EDGE} {top}V{bottom}H{end}" fill="none"/>']
+    names, drawn = "", [f'<path class="axis" d="M{_EDGE} {top}V{bottom}H{end}" fill="none"/>']
     for number, (name, points) in enumerate(curves.items()):
         colour = ("var(--a)", "var(--b)")[number] if number < 2 else f"hsl({_HUES[(number - 2) % len(_HUES)]} 60% 50%)"
         places = [at(point) for point in points]
@@ -86,8 +82,7 @@ def chart(curves: Mapping[str, Points], title: str, *, least: float | None = Non
         if len(curves) > 1:
             names += f' <b style="color:{colour}">{escape(name)}</b>'
     drawn += [_text(_EDGE - 6, at((left, value))[1] + 4, _number(value), "end") for value in sorted({low, high})]
-    sides = ("start", "end") if right > left else ("middle",)
-    for side, value in zip(sides, sorted({left, right}), strict=True):
+    for value, side in ({left: "start", right: "end"} if right > left else {left: "middle"}).items():
         drawn.append(_text(at((value, low))[0], _TALL - 6, f"{value:,.2f}".rstrip("0").rstrip("."), side))
     return _figure(title, _TALL, "".join(drawn), names)
 

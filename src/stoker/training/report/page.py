@@ -222,10 +222,8 @@ def _curves(run: Mapping[str, Any]) -> str:
 
 def _figures(run: Mapping[str, Any]) -> str:
     columns = {name: run[name] for name in ("valid", "test") if run[name]}
-    held_out = "test" if run["test"] else "valid"
-    for name, splits in run["baselines"].items():
-        if splits.get(held_out):
-            columns[f"{name}, {held_out}"] = splits[held_out]
+    split = "test" if run["test"] else "valid"
+    columns |= {f"{name}, {split}": of[split] for name, of in run["baselines"].items() if of.get(split)}
     return grid(metric_grid(columns)) if columns else "<p>No evaluation yet.</p>"
 
 
@@ -259,19 +257,17 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
             }  # fmt: skip
             parts["everything else"] = max(0.0, 1000 * size / run["samples"] - sum(parts.values()))
             shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}, measured for this page"))
-        if analysis["cache"] is not None:
-            rates = {_CACHES.get(name, name): 100 * value for name, value in analysis["cache"]["rates"].items()}
-            shown.append(
-                bars(rates, f"hit rate of caches of this size, %, over {analysis['cache']['steps']:,} batches")
-            )
+        if (cache := analysis["cache"]) is not None:
+            rates = {_CACHES.get(name, name): 100 * value for name, value in cache["rates"].items()}
+            shown.append(bars(rates, f"hit rate of caches of this size, %, over {cache['steps']:,} batches"))
     return f'<div class="pair">{"".join(shown)}</div>' if shown else "<p>All rows were in fast memory.</p>"
 
 
 def _updates(run: Mapping[str, Any]) -> str:
     """Return how good the model was on each update's rows before it had seen them, and which ids came and went."""
-    lines, words = run["updates"], metric_names(run["k"])
-    names = {name: words.get(name, name) for name in (run["metric"], "auc", "log_loss")
-             if any(each["before"].get(name) is not None for each in lines)}  # fmt: skip
+    lines, all_names = run["updates"], metric_names(run["k"])
+    shown = {name for each in lines for name, value in each["before"].items() if value is not None}
+    names = {name: all_names[name] for name in (run["metric"], "auc", "log_loss") if name in shown & {*all_names}}
     curves = {
         words: [(float(each["number"]), each["before"][name]) for each in lines if each["before"].get(name) is not None]
         for name, words in names.items()
@@ -289,10 +285,10 @@ def _updates(run: Mapping[str, Any]) -> str:
         for each in reversed(lines) for table, ids in (each.get("ids") or {"": dict.fromkeys(_IDS, 0)}).items()
     ]  # fmt: skip
     headings = ["update", "rows", *(f"{words} before" for words in names.values()), "table", *_IDS.values()]
-    shown = grid(Grid(headings, rows[:_LINES], left=(headings.index("table"),)))
+    table = grid(Grid(headings, rows[:_LINES], left=(headings.index("table"),)))
     return (
         "<p>Before an update, the model is tested on the new rows. Everything else on this page is about the model "
-        f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{shown}{_left_out(len(rows))}'
+        f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{table}{_left_out(len(rows))}'
     )
 
 
@@ -321,8 +317,7 @@ def _tables(analysis: Mapping[str, Any], likely: bool) -> str:
     headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown", *saves]
     found = grid(Grid(headings, rows)) + _left_out(len(order))
     dense = [each for each in analysis["columns"] if likely and each["table"] is None]
-    if dense:
-        best = sorted(dense, key=lambda each: -each["loss"])[:_LINES]
+    if best := sorted(dense, key=lambda each: -each["loss"])[:_LINES]:
         found += grid(Grid(["dense column", *saves], [[each["name"], *gain(each["name"])] for each in best]))
     what = ": the log loss that shuffling a column adds, with its standard error" if likely else ""
     return f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows{what}.</p>{found}"
