@@ -79,6 +79,8 @@ def test_ctrl_c_writes_one_checkpoint_and_another_number_of_ranks_goes_on(tmp_pa
         ([0, 0], [], ["", ""], 0, ""),
         ([130, 130], [], ["", ""], 130, ""),
         ([2, 2], [], ["", ""], 2, ""),  # the first one has said it
+        ([2, -6], [], ["", "terminate called without an active exception"], 2, ""),  # now and then, at exit
+        ([-6, 2], [], ["", ""], 2, ""),
         ([3, -9, 3], [], ["", "", "rank 1 of 3 ended"], 137, "rank 1 was ended by SIGKILL."),
         ([-9, 3, -9], [0, 2], ["", "no sign of life", ""], 2, "ranks 0 and 2 were ended, after no sign of life"),
         ([3, 1, 3], [], ["", "error: no dataset", "rank 1 of 3 ended"], 1, "rank 1: no dataset"),

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
+from stoker.prep.like import Like
 from stoker.prep.parse.dictionaries import text_hashes
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.requests import Ids
+from stoker.prep.requests import FittedSchema, Ids, RowEncoder
 from stoker.prep.schema import Schema
 from stoker.testing import make_daily_run
 from stoker.training.scores import tiles
@@ -264,3 +265,20 @@ def test_warming_up_takes_a_time_that_rows_must_have(tmp_path: Path, time: dict[
     stoker.save(tmp_path / "step", stoker.DLRM(data.schema, embedding_dim=4, bottom=(4,), top=(4,)))
     made = stoker.export(tmp_path / "step", tmp_path / "out", data=data.path).path
     assert stoker.Scorer(made).warm_up() == "", "an export knows the time, too"
+
+
+@pytest.mark.slow
+def test_rows_from_the_past_are_refused_without_saying_where_files_are(tmp_path: Path) -> None:
+    schema = {
+        "label": "y",
+        "derive": ["past_count name=seen by=item order=t"],
+        "categorical": [{"name": "item"}],
+        "dense": [{"name": "t"}],
+    }
+    rows = pl.DataFrame({"y": [0, 1] * 50, "item": ["a"] * 100, "t": range(100)})
+    data = stoker.prepare(Schema.from_dict(schema), rows, out=tmp_path / "data", split="random:0.8,0.1")
+    with pytest.raises(
+        stoker.DataError, match=r"t = 7.*before the last such row of the model's data \(t = 99"
+    ) as caught:
+        RowEncoder(FittedSchema.of(Like(data.path))).encode(pl.DataFrame({"item": ["a"], "t": [7]}))
+    assert str(tmp_path) not in str(caught.value), "clients of a server see the error"

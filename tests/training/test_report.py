@@ -30,7 +30,7 @@ from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, analyse, shuffled, stored, work_of
 from stoker.training.report.charts import bars, chart
-from stoker.training.report.page import read
+from stoker.training.report.page import body, read
 
 VOID = {"meta", "path", "circle", "rect", "polyline"}  # elements without an end
 
@@ -82,7 +82,15 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
     shutil.copytree(made / "run", run)
     page = page_of(run)
     said = " ".join(page.words)
-    for words in ("one & <two>", "AUC", "C1", "hit rate of caches of this size", "log loss it saves", "device_memory"):
+    for words in (
+        "one & <two>",
+        "AUC",
+        "C1",
+        "hit rate of caches of this size",
+        "best possible (Belady)",
+        "log loss it saves",
+        "device_memory",
+    ):
         assert words in said
     analysis = RunDirectory(run).read(FILE)
     settings = json.loads((run / "config.json").read_text())
@@ -130,6 +138,19 @@ def test_a_run_faster_than_the_measured_limit_has_a_reason(made: Path, tmp_path:
         RunDirectory(run).write(FILE, analysis | {"machine": machine})
         said = " ".join(page_of(run).words)
         assert f"of the limit of CPU (products and reads of rows alone), {words}" in said
+
+
+@pytest.mark.slow
+def test_without_test_rows_baselines_are_those_of_validation_rows(tmp_path: Path) -> None:
+    ids = torch.randint(1, 20, (1000,), generator=torch.Generator().manual_seed(0))
+    schema = {"label": "label", "split": {"train": 0.8, "valid": 0.2, "test": 0}, "categorical": [{"name": "C1"}]}
+    frame = pl.DataFrame({"label": (ids % 2).tolist(), "C1": ids.tolist()})
+    data = stoker.prepare(stoker.Schema.from_dict(schema), frame, out=tmp_path / "d")
+    stoker.train(data, out=tmp_path / "run", **SMALL)
+    found = stoker.baseline(data)
+    said = " ".join(page_of(tmp_path / "run").words)
+    assert "logistic regression, valid" in said
+    assert f"{found.figures['logistic regression']['valid']['auc']:.4f}" in said
 
 
 @pytest.mark.slow
@@ -323,6 +344,22 @@ def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_pat
     [curve] = re.findall("<figcaption>loss by epoch.*?</figure>", text)
     assert "validation" not in curve
     assert not re.findall("log loss<|normalized entropy|accuracy<|Calibration", text)
+    assert "log loss it saves" not in text, "of scores that are no probabilities"
+    update = {"number": 1, "rows": 70, "before": {"auc": 0.6, "log_loss": None, "recall_50": 0.25}, "ids": {}}
+    said = body(read(RunDirectory(tmp_path / "run")) | {"updates": [update]}, None)
+    assert "recall@50 before" in said
+    assert "log loss before" not in said
+
+
+def test_names_of_curves_wrap_and_a_single_value_is_said_once() -> None:
+    names = ["a run whose name is long", "another one with an even longer name"]
+    drawn = chart({name: [(0.0518, 0.7), (2.0, 0.8)] for name in names}, "AUC")
+    [caption] = re.findall("<figcaption>.*</figcaption>", drawn)  # HTML, which wraps: texts of SVG ran over each other
+    assert all(name in caption for name in names)
+    assert re.findall("<text[^>]*>([^<]*)<", drawn) == ["0.7", "0.8", "0.05", "2"]
+    many = chart({str(number): [(0.0, 0.0), (1.0, 1.0)] for number in range(8)}, "AUC")
+    assert sorted(map(int, re.findall(r"stroke=.hsl\((\d+) ", many))) == [50, 100, 145, 175, 290, 330]  # not 211 nor 21
+    assert re.findall("<text[^>]*>([^<]*)<", chart({"AUC": [(1200.0, 0.7935)]}, "AUC")) == ["0.7935", "1,200"]
 
 
 def test_long_bars_have_whole_numbers() -> None:
@@ -360,6 +397,10 @@ def curve(*values: float) -> list[dict[str, float]]:
     ("run", "analysis", "change", "gain"),
     [
         ({"baselines": {"average": {"test": {"auc": 0.72}}}}, {}, "Lower the learning rates", "0.0200 AUC"),
+        (
+            {"test": {}, "valid": {"auc": 0.7}, "baselines": {"average": {"valid": {"auc": 0.72}}}},
+            {}, "Lower the learning rates", "0.0200 AUC",
+        ),
         (
             {"valid_curve": [{"auc": 0.8, "step": 10, "epoch": 1}, {"auc": 0.7, "step": 40, "epoch": 4}]},
             {}, "Stop after epoch 1 (--epochs 1)", "75% of the training time",

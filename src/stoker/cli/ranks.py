@@ -173,15 +173,15 @@ def _said(codes: Sequence[int], left: Sequence[int], printed: Sequence[str]) -> 
     """
     killed = [rank for rank, code in enumerate(codes) if code < 0 and rank not in left]
     own = [rank for rank, code in enumerate(codes) if code > 0 and code != _LOST]
+    if own:  # it says why; PyTorch may abort another rank that exits
+        if own[0] and (printed[own[0]] or codes[0] >= 0):
+            _fail(f"rank {own[0]}: {printed[own[0]].removeprefix('error: ') or 'failed without a message.'}")
+        return codes[own[0]]
     if killed:
         number = signal.Signals(-codes[killed[0]])
         memory = ". The system does so when memory runs out" if number == signal.SIGKILL else ""
         _fail(f"{_names(killed)} ended by {number.name}{memory}. Start again with --resume.")
         return 128 + number
-    if own:
-        if own[0]:
-            _fail(f"rank {own[0]}: {printed[own[0]].removeprefix('error: ') or 'failed without a message.'}")
-        return codes[own[0]]
     if left:
         _fail(f"{_names(left)} ended, after no sign of life: stopped, or waiting for a disk or memory.")
     elif any(codes):

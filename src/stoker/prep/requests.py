@@ -143,7 +143,6 @@ class FittedSchema:
     fitted_tables: Mapping[str, FittedTable] = field(default_factory=dict)
     state: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of window features
     times: Sequence[Any] = ()  # first and last, of the dataset's rows
-    source: object = None  # the dataset, for errors
 
     @classmethod
     def of(cls, like: Like) -> FittedSchema:
@@ -161,7 +160,7 @@ class FittedSchema:
         ids = {name: Ids.of(like.vocabulary(name)) for name in sorted(named)}
         return cls(
             schema=like.schema, dense=like.dense, ids=ids, fitted_tables=like.fitted_tables, state=like.state,
-            times=like.times, source=like.data.path,
+            times=like.times,
         )  # fmt: skip
 
 
@@ -301,7 +300,7 @@ class RowEncoder:
             more = {one.name: fitted.state[one.name] for one in run if one.name in fitted.state}
             executor = Executor(
                 rows=FrameBlocks(frame), threads=1, given=fitted.fitted_tables, states={**more, **states},
-                source=fitted.source,
+                source="the model's data",  # not where they are: who sends requests may not see paths
             )  # fmt: skip
             [made] = executor.run(run)
             frame = frame.hstack(made)

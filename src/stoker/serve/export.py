@@ -324,7 +324,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = FittedSchema(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest["times"], source=path,
+        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest["times"],
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

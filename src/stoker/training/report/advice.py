@@ -57,30 +57,27 @@ def weak(splits: Mapping[str, Record], loss: str) -> Iterator[Advice]:
 
 
 def _baseline(run: Record) -> Iterator[Advice]:
-    figures = {
-        name: splits["test"].get("auc")
-        for name, splits in run["baselines"].items()
-        if splits.get("test", {}).get("auc")
-    }
-    own = run["test"].get("auc")
+    held_out, words = ("test", "test") if run["test"] else ("valid", "validation")
+    figures = {name: auc for name, of in run["baselines"].items() if (auc := of.get(held_out, {}).get("auc"))}
+    own = run[held_out].get("auc")
     if not figures or own is None:
         return
     best = max(figures, key=lambda name: figures[name])
     if figures[best] >= own:
         yield Advice(
             _simpler(run, best),
-            f"{best} reaches a test AUC of {figures[best]:.4f}, this model {own:.4f}",
+            f"{best} reaches a {words} AUC of {figures[best]:.4f}, this model {own:.4f}",
             f"at least {figures[best] - own:.4f} AUC",
         )
 
 
 def _simpler(run: Record, better: str) -> str:
     """Return what brings a model closer to the simple one that is better."""
-    settings, test = run["settings"], run["test"]
-    if better != "logistic regression" or settings.get("model") != "dlrm" or not test.get("positives"):
+    settings, own = run["settings"], run["test"] or run["valid"]
+    if better != "logistic regression" or settings.get("model") != "dlrm" or not own.get("positives"):
         return "Lower the learning rates or the batch size"
     if (settings.get("model_options") or {}).get("linear") is None:
-        given = f"--model-option linear={test['positives'] / test['rows']:.3g}"  # the share of label 1
+        given = f"--model-option linear={own['positives'] / own['rows']:.3g}"  # the share of label 1
         if (eps := (settings.get("row_options") or {}).get("eps")) is not None:
             given += f" --row-option eps={eps:.3g}"  # by the rules, which do not add it to given options
         return f"Add linear terms ({given}), or try --model dcn"

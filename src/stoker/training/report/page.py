@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -31,6 +31,7 @@ from stoker.training.scores.metrics import metric_grid, metric_names
 from stoker.training.tools.baseline import saved_baselines
 
 _LINES = 40  # of a table
+_CACHES = {"belady": "best possible (Belady)", "pinned": "Stoker's", "lru": "least recently used"}
 _IDS = {"new": "new ids", "gone": "ids that lost their row", "reused": "reused rows", "known": "ids with a row"}
 
 
@@ -71,7 +72,8 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     settings = TrainConfig().to_dict() | renamed(config["settings"])
     lines = directory.records()
     done = read_report(directory) or {}
-    later = _baselines(config["dataset"], done.get("test") or {})
+    held_out = "test" if done.get("test") else "valid"
+    later = _baselines(config["dataset"], held_out, done.get(held_out) or {})
     losses = [each for each in lines if each["kind"] == "train"]
     valid = [each for each in lines if each["kind"] == "valid"]
     best = None if done or (found := directory.best()) is None else int(found.name.removeprefix("step_"))
@@ -88,15 +90,15 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _baselines(dataset: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the baselines that the dataset has now, if they are of as many test rows as the run; else none."""
+def _baselines(dataset: str, split: str, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the baselines that the dataset has now, if they are of as many rows as the run's figures; else none."""
     try:
         found = saved_baselines(Dataset(dataset))
     except (DataError, ConfigError):
         return {}
     figures = {} if found is None else found.figures
-    rows = {splits.get("test", {}).get("rows") for splits in figures.values()}
-    return figures if rows == {test.get("rows")} else {}
+    rows = {splits.get(split, {}).get("rows") for splits in figures.values()}
+    return figures if rows == {own.get("rows")} else {}
 
 
 def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -> tuple[dict[str, Any] | None, str]:
@@ -133,12 +135,13 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
         section("Time and bytes of a step", _time(run, analysis)),
     ]  # fmt: skip
     if run["updates"]:
-        parts.append(section("Updates", _updates(run["updates"])))
+        parts.append(section("Updates", _updates(run)))
     if analysis is None:
         parts.append(section("Tables, calibration, slices", f"<p>Not measured: {escape(missing)}</p>"))
     else:
-        parts.append(section("What tables cost and bring", _tables(analysis)))
-        if run["settings"]["loss"] == "bce":
+        likely = run["settings"]["loss"] == "bce"  # else scores are no probabilities, and their log loss says nothing
+        parts.append(section(f"What tables cost{' and bring' if likely else ''}", _tables(analysis, likely)))
+        if likely:
             parts.append(section("Calibration and slices", _calibration(analysis)))
     usual = [TrainConfig().to_dict(), FORMER, {} if analysis is None else analysis.get("chosen", {})]
     rows = [
@@ -219,9 +222,8 @@ def _curves(run: Mapping[str, Any]) -> str:
 
 def _figures(run: Mapping[str, Any]) -> str:
     columns = {name: run[name] for name in ("valid", "test") if run[name]}
-    for name, splits in run["baselines"].items():
-        if splits.get("test"):
-            columns[f"{name}, test"] = splits["test"]
+    split = "test" if run["test"] else "valid"
+    columns |= {f"{name}, {split}": of[split] for name, of in run["baselines"].items() if of.get(split)}
     return grid(metric_grid(columns)) if columns else "<p>No evaluation yet.</p>"
 
 
@@ -255,19 +257,20 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
             }  # fmt: skip
             parts["everything else"] = max(0.0, 1000 * size / run["samples"] - sum(parts.values()))
             shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}, measured for this page"))
-        if analysis["cache"] is not None:
-            rates = {name: 100 * value for name, value in analysis["cache"]["rates"].items()}
-            shown.append(
-                bars(rates, f"hit rate of caches of this size, %, over {analysis['cache']['steps']:,} batches")
-            )
+        if (cache := analysis["cache"]) is not None:
+            rates = {_CACHES.get(name, name): 100 * value for name, value in cache["rates"].items()}
+            shown.append(bars(rates, f"hit rate of caches of this size, %, over {cache['steps']:,} batches"))
     return f'<div class="pair">{"".join(shown)}</div>' if shown else "<p>All rows were in fast memory.</p>"
 
 
-def _updates(lines: Sequence[Mapping[str, Any]]) -> str:
+def _updates(run: Mapping[str, Any]) -> str:
     """Return how good the model was on each update's rows before it had seen them, and which ids came and went."""
+    lines, all_names = run["updates"], metric_names(run["k"])
+    shown = {name for each in lines for name, value in each["before"].items() if value is not None}
+    names = {name: all_names[name] for name in (run["metric"], "auc", "log_loss") if name in shown & {*all_names}}
     curves = {
         words: [(float(each["number"]), each["before"][name]) for each in lines if each["before"].get(name) is not None]
-        for name, words in (("auc", "AUC"), ("log_loss", "log loss"))
+        for name, words in names.items()
     }
     drawn = [chart({words: points}, f"{words} on new rows, by update") for words, points in curves.items()]
     total = {number: _sum(each.get("ids", {})) for number, each in enumerate(lines)}
@@ -277,15 +280,15 @@ def _updates(lines: Sequence[Mapping[str, Any]]) -> str:
     }
     drawn.append(chart(came, "ids of all tables, by update", least=0.0))
     rows = [
-        [f"{each['number']}", f"{each['rows']:,}", _number(each["before"].get("auc")),
-         _number(each["before"].get("log_loss")), table, *(f"{ids[key]:,}" for key in _IDS)]
+        [f"{each['number']}", f"{each['rows']:,}", *(_number(each["before"].get(name)) for name in names), table,
+         *(f"{ids[key]:,}" for key in _IDS)]
         for each in reversed(lines) for table, ids in (each.get("ids") or {"": dict.fromkeys(_IDS, 0)}).items()
     ]  # fmt: skip
-    headings = ["update", "rows", "AUC before", "log loss before", "table", *_IDS.values()]
-    shown = grid(Grid(headings, rows[:_LINES], left=(4,)))
+    headings = ["update", "rows", *(f"{words} before" for words in names.values()), "table", *_IDS.values()]
+    table = grid(Grid(headings, rows[:_LINES], left=(headings.index("table"),)))
     return (
         "<p>Before an update, the model is tested on the new rows. Everything else on this page is about the model "
-        f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{shown}{_left_out(len(rows))}'
+        f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{table}{_left_out(len(rows))}'
     )
 
 
@@ -294,35 +297,30 @@ def _sum(tables: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {key: sum(each[key] for each in tables.values()) for key in _IDS} if tables else {}
 
 
-def _tables(analysis: Mapping[str, Any]) -> str:
+def _tables(analysis: Mapping[str, Any], likely: bool) -> str:
+    """Return what each table costs and, if scores are probabilities, the log loss that each column saves."""
     brings: dict[str, list[Mapping[str, Any]]] = {}
-    for each in analysis["columns"]:
+    for each in analysis["columns"] if likely else ():
         brings.setdefault(each["table"] or each["name"], []).append(each)
 
-    def gain(name: str) -> str:
-        return (
-            ", ".join(f"{each['loss']:+.5f} ± {each['error']:.5f}" for each in brings.get(name, [])) or "not measured"
-        )
+    def gain(name: str) -> list[str]:
+        said = ", ".join(f"{each['loss']:+.5f} ± {each['error']:.5f}" for each in brings.get(name, []))
+        return [said or "not measured"] if likely else []
 
+    saves = ["log loss it saves"] if likely else []
     order = sorted(analysis["tables"], key=lambda each: -each["bytes"])
     rows = [
         [each["name"], f"{each['rows']:,}", f"{each['dim']}", format_size(each["bytes"]), f"{each['lookups']:.2f}",
-         f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", gain(each["name"])]
+         f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", *gain(each["name"])]
         for each in order[:_LINES]
     ]  # fmt: skip
-    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown",
-                "log loss it saves"]  # fmt: skip
+    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown", *saves]
     found = grid(Grid(headings, rows)) + _left_out(len(order))
-    dense = [each for each in analysis["columns"] if each["table"] is None]
-    if dense:
-        best = sorted(dense, key=lambda each: -each["loss"])[:_LINES]
-        found += grid(
-            Grid(["dense column", "log loss it saves"], [[each["name"], gain(each["name"])] for each in best])
-        )
-    return (
-        f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows: the log loss that shuffling a column adds, "
-        f"with its standard error.</p>{found}"
-    )
+    dense = [each for each in analysis["columns"] if likely and each["table"] is None]
+    if best := sorted(dense, key=lambda each: -each["loss"])[:_LINES]:
+        found += grid(Grid(["dense column", *saves], [[each["name"], *gain(each["name"])] for each in best]))
+    what = ": the log loss that shuffling a column adds, with its standard error" if likely else ""
+    return f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows{what}.</p>{found}"
 
 
 def _calibration(analysis: Mapping[str, Any]) -> str:

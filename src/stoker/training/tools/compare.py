@@ -117,7 +117,8 @@ class Comparison(Plotted):
             DataError: the disk has no room.
         """
         loss = chart({run.name: _curve(run.losses, "loss") for run in self.runs}, "training loss by epoch")
-        drawn = loss + chart(curves(self), f"{self.metric} on validation rows by epoch")
+        words = metric_names("k").get(self.metric, self.metric)
+        drawn = loss + chart(curves(self), f"{words} on validation rows by epoch")
         said = "".join(f"<p>{escape(text)}</p>" for text in (*self.data, *self.notes))
         body = "".join(section(table.title, grid(table._replace(title=""))) for table in self.grids())
         names = ", ".join(run.name for run in self.runs)
