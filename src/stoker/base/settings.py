@@ -26,7 +26,7 @@ from typing import (
     get_origin,
 )
 
-from stoker.base.checks import hints_of, near, typed
+from stoker.base.checks import hints_of, near, typed, wrong_argument
 from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
@@ -111,6 +111,8 @@ def method_with_arguments_of(
 
 
 def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
+    single = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    more = any(each.kind == each.VAR_KEYWORD for each in parameters)
     name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
     former: dict[str, str] = getattr(kind, "FORMER", {})  # names that its arguments had before
     returned = inspect.signature(function).return_annotation
@@ -122,7 +124,7 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             now = (RENAMED | former).get(argument)
             if argument not in known and now in known and now not in given:
                 warnings.warn(f"{name}: {argument!r} is now called {now!r}.", FutureWarning, stacklevel=2)
-            elif argument not in known:
+            elif argument not in known and not more:
                 hint = getattr(kind, "INSTEAD", {}).get(argument) or near(argument, known)
                 raise ArgumentError(f"{name} takes no argument {argument!r}.{hint}")
         given = renamed({former.get(argument, argument): value for argument, value in given.items()})
@@ -130,7 +132,16 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             signature.bind(*values, **given)
         except TypeError as error:
             raise ArgumentError(f"{name}: {error}.") from None
-        return function(*values, **given)
+        try:
+            return function(*values, **given)
+        except Exception as error:  # a type that fits no hint explains it better
+            bound = signature.bind(*values, **given).arguments
+            wrong = wrong_argument(
+                {each.name: bound[each.name] for each in single if each.name in bound}, hints_of(kind)
+            )
+            if not wrong or (str(error).endswith(".") and not isinstance(error, ArgumentError)):
+                raise
+            raise ArgumentError(f"{name}: {wrong}.") from error
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
