@@ -274,7 +274,7 @@ def test_subclasses_of_users_may_have_annotations_and_fields_of_their_own() -> N
         (lambda: stoker.DLRM(None), "DLRM: spec must be a FeatureSpec, found None."),
         (lambda: stoker.SASRec("data"), "SASRec: spec must be a FeatureSpec, found 'data'."),
         (lambda: stoker.DLRM(SPEC, bottom=64), "bottom must be a list of whole numbers such as [64, 32], found 64."),
-        (lambda: stoker.tables_for(pl.DataFrame({"a": 1}), 4), "spec must be a FeatureSpec, found an object of DataFrame."),
+        (lambda: stoker.tables_for(pl.DataFrame({"a": 1}), 4), "must be a FeatureSpec, found an object of DataFrame."),
         (lambda: stoker.Dataset(5), "Dataset: path must be a text or a Path, found 5."),
         (lambda: stoker.train(5, out="run"), "train: dataset must be a Dataset or a text or a Path or null, found 5."),
         (lambda: stoker.report(None), "report: run must be a text or a Path, found None."),

@@ -292,8 +292,8 @@ def _evaluate(state: TrainState) -> bool:
         if stop.asked():
             return False
         metrics = finite(found, config.loss, config.metric)
-        if progress.latest is None and deciding(metrics, config.metric) != config.metric:
-            state.shown.note(undefined(config.metric))
+        if progress.latest is None and (other := deciding(metrics, config.metric)) != config.metric:
+            state.shown.note(undefined(config.metric, other))
         improved = progress.judge(metrics, config.metric)
         state.record("valid", **metrics)
     return improved
