@@ -9,6 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import (
@@ -111,7 +112,7 @@ def method_with_arguments_of(
 
 
 def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
-    single = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    single = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     more = any(each.kind == each.VAR_KEYWORD for each in parameters)
     name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
     former: dict[str, str] = getattr(kind, "FORMER", {})  # names that its arguments had before
@@ -135,10 +136,9 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
         try:
             return function(*values, **given)
         except Exception as error:  # a type that fits no hint explains it better
-            bound = signature.bind(*values, **given).arguments
-            wrong = wrong_argument(
-                {each.name: bound[each.name] for each in single if each.name in bound}, hints_of(kind)
-            )
+            wrong, bound = "", signature.bind(*values, **given).arguments
+            with suppress(Exception):  # hints and objects of other code may be odd
+                wrong = wrong_argument({name: bound[name] for name in single if name in bound}, hints_of(kind))
             if not wrong or (str(error).endswith(".") and not isinstance(error, ArgumentError)):
                 raise
             raise ArgumentError(f"{name}: {wrong}.") from error
