@@ -33,11 +33,11 @@ LINES = {
     "rewrite": 1_811,
     "prep": 13_775,
     "synthetic": 1_645,
-    "cli": 3_494,
+    "cli": 3_496,
     "live": 1_343,
     "serve": 1_616,
 }  # fmt: skip
-ALL_LINES = 66_722
+ALL_LINES = 66_724
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
