@@ -22,7 +22,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_467,
+    "base": 2_468,
     "ops": 7_141,
     "dataset": 3_137,
     "optim": 607,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_343,
     "serve": 1_616,
 }  # fmt: skip
-ALL_LINES = 66_724
+ALL_LINES = 66_725
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -28,7 +28,7 @@ from typing import (
 )
 
 from stoker.base.checks import hints_of, near, typed, wrong_argument
-from stoker.base.errors import ArgumentError, ConfigError
+from stoker.base.errors import ArgumentError, ConfigError, StokerError
 from stoker.base.units import parse_setting
 
 _LARGEST = 2**63 - 1  # kernels count in 64 bits
@@ -139,7 +139,8 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             wrong, bound = "", signature.bind(*values, **given).arguments
             with suppress(Exception):  # hints and objects of other code may be odd
                 wrong = wrong_argument({name: bound[name] for name in single if name in bound}, hints_of(kind))
-            if not wrong or (str(error).endswith(".") and not isinstance(error, ArgumentError)):
+            ours = isinstance(error, StokerError) or str(error).endswith(".")  # which says what is wanted
+            if not wrong or (ours and not isinstance(error, ArgumentError)):
                 raise
             raise ArgumentError(f"{name}: {wrong}.") from error
 
