@@ -22,22 +22,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_427,
+    "base": 2_468,
     "ops": 7_141,
-    "dataset": 3_133,
+    "dataset": 3_137,
     "optim": 607,
-    "tables": 13_428,
-    "models": 1_952,
+    "tables": 13_430,
+    "models": 1_957,
     "placement": 2_768,
-    "training": 11_155,
-    "rewrite": 1_807,
-    "prep": 13_749,
+    "training": 11_167,
+    "rewrite": 1_811,
+    "prep": 13_775,
     "synthetic": 1_645,
-    "cli": 3_494,
-    "live": 1_341,
-    "serve": 1_612,
+    "cli": 3_496,
+    "live": 1_343,
+    "serve": 1_616,
 }  # fmt: skip
-ALL_LINES = 66_649
+ALL_LINES = 66_725
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

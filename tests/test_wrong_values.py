@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
 from decimal import Decimal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ import stoker
 from stoker import ConfigError, optim
 from stoker.base.checks import hints_of
 from stoker.optim import ROW_OPTIMIZERS
+from stoker.testing import make_dataset
 
 SPEC = stoker.FeatureSpec.from_sizes(1, [10])
 TABLE = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
@@ -263,3 +266,60 @@ def test_subclasses_of_users_may_have_annotations_and_fields_of_their_own() -> N
         Mine(lr="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Stairs\(warmup=-1\)"):
         Stairs(warmup=-1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: stoker.DLRM(None), "DLRM: spec must be a FeatureSpec, found None."),
+        (lambda: stoker.SASRec("data"), "SASRec: spec must be a FeatureSpec, found 'data'."),
+        (lambda: stoker.DLRM(SPEC, bottom=64), "bottom must be a list of whole numbers such as [64, 32], found 64."),
+        (lambda: stoker.tables_for(pl.DataFrame({"a": 1}), 4), "must be a FeatureSpec, found an object of DataFrame."),
+        (lambda: stoker.Dataset(5), "Dataset: path must be a text or a Path, found 5."),
+        (lambda: stoker.train(5, out="run"), "train: dataset must be a Dataset or a text or a Path or null, found 5."),
+        (lambda: stoker.report(None), "report: run must be a text or a Path, found None."),
+        (lambda: stoker.Scorer([]), "Scorer: source must be a text or a Path or a RecModel, found []."),
+        (lambda: stoker.Client(None), "Client: url must be a text, found None."),
+        (lambda: stoker.FeatureSpec.from_sizes(1, 10), "num_embeddings must be a list of whole numbers"),
+        (lambda: stoker.draft_schema("log.csv", rows="x"), "draft_schema: rows must be a whole number, found 'x'."),
+        (lambda: stoker.draft_schema("log.csv", rows=math.nan), "rows=nan is below 1"),
+    ],
+)  # fmt: skip
+def test_arguments_that_make_a_call_fail_are_named_if_their_type_is_wrong(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        call()
+
+
+def test_train_and_others_name_arguments_of_wrong_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = make_dataset("data", rows=100)
+    for given, words in (
+        ({"loggers": print}, "train: loggers must be a list, found <built-in function print>."),
+        ({"loggers": [print]}, "loggers holds <built-in function print>, which has no method log"),
+        ({"loggers": "tensorboard"}, "loggers holds 't', which has no method log"),
+        ({"config": {"epochs": 1}}, "train: config must be a TrainConfig or null, found {'epochs': 1}."),
+        ({"config": stoker.TrainConfig}, "config must be a TrainConfig or null, found <class"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            stoker.train(data, out="run", **given)  # type: ignore[arg-type]
+    assert not Path("run").exists()
+    with pytest.raises(ConfigError, match="reorder: how must be a Reordering or null, found 'x'"):
+        stoker.reorder(data, "out", how="x", tables=["C1"])  # type: ignore[arg-type]
+    model = stoker.DLRM(data.schema, embedding_dim=4)
+    for split in (None, "valid", data, []):
+        with pytest.raises(ConfigError, match=r"give a model, such as .* and a split"):
+            stoker.evaluate(model, split)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch_size is nan"):
+        data.train.batches(math.nan)  # type: ignore[arg-type]
+
+
+def test_errors_of_sound_arguments_stay_as_they_are() -> None:
+    class Broken(stoker.DLRM):
+        def __init__(self, spec: stoker.FeatureSpec, **settings: Any) -> None:
+            raise TypeError("of its own")
+
+    for given in (SPEC, None):
+        with pytest.raises(TypeError) as caught:
+            Broken(given)
+        assert (type(caught.value) is TypeError) == (given is SPEC)
+    assert "spec must be a FeatureSpec, found None" in str(caught.value)

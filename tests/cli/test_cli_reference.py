@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from calling import output
 from command_reference import commands, markdown
 from rich.text import Text
 
@@ -67,6 +70,18 @@ def test_help_fits_80_columns_and_shows_every_word(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     assert "<bool>" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_examples_of_logs_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"^ *stoker (synthetic .*)$", markdown(), re.MULTILINE)
+    assert len(examples) >= 5
+    for line in examples:
+        code, _, wrong = output(capsys, *shlex.split(re.sub(r"--rows \w+", "--rows 500", line)))
+        assert code == 0, wrong
 
 
 @pytest.mark.skipif(not PAGE.parent.is_dir(), reason="there is no docs folder beside these tests: not a checkout")

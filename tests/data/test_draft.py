@@ -20,6 +20,7 @@ from stoker import Schema
 from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.cli import main
 from stoker.prep.draft import Draft, draft_log
+from stoker.prep.schema import Timestamp
 
 ROWS = 400
 
@@ -188,6 +189,8 @@ def test_a_label_without_the_name_of_one_is_doubted_with_its_rivals(tmp_path: Pa
             [f"201703{i % 28 + 1:02}{i % 24:02}1500" for i in range(ROWS)],
             {"type": "datetime", "format": "%Y%m%d%H%M%S"},
         ),
+        ([f"201703{i % 28 + 1:02}{i % 24:02}" for i in range(ROWS)], {"type": "datetime", "format": "%Y%m%d%H"}),
+        ([f"1410{i % 31 + 1:02}{i % 24:02}" for i in range(ROWS)], {"type": "datetime", "format": "%y%m%d%H"}),
         (
             [f"2017/03/{i % 28 + 1:02} {i % 24:02}:15:00" for i in range(ROWS)],
             {"type": "datetime", "format": "%Y/%m/%d %H:%M:%S"},
@@ -206,6 +209,24 @@ def test_times(tmp_path: Path, values: Sequence[Any], settings: dict[str, str]) 
     assert found.schema().timestamp is not None, "there is no doubt about the dates"
     assert schema["split"]["rule"] == "time"
     prepared(tmp_path, tmp_path / "log.csv", found)
+
+
+@pytest.mark.parametrize("kind", [str, int])
+def test_hours_in_digits_are_no_dates(tmp_path: Path, kind: type) -> None:
+    log = pl.DataFrame(
+        {
+            "label": [i % 2 for i in range(ROWS)],
+            "hour": [kind(f"1410{i % 3 + 20}{i % 24:02}") for i in range(ROWS)],  # as in Avazu
+            "date": [kind(f"{i % 21 + 10}102017") for i in range(ROWS)],
+        }
+    )
+    found = draft_log(log)
+    assert found.schema().timestamp == Timestamp(column="hour", type="datetime", format="%y%m%d%H")
+    assert kinds(found)["date"] == "categorical"
+    stoker.prepare(found.schema(), log, out=tmp_path / "data")
+    splits = json.loads((tmp_path / "data" / "manifest.json").read_text())["splits"]
+    assert splits["train"]["time"]["first"] == "2014-10-20T00:00:00Z"
+    assert splits["test"]["time"]["last"] == "2014-10-22T23:00:00Z"
 
 
 def test_a_date_that_could_be_another_is_unsure(tmp_path: Path) -> None:

@@ -1272,6 +1272,25 @@ def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) 
     assert batch.dense.flatten().tolist() == [1.0, 0.0] * 60
 
 
+@pytest.mark.parametrize(
+    ("typed", "texts", "value"),
+    [(2.5, "2.50", "2.5"), (2.5, "2.5", "2.50"), (3.0, "3.00", "3")],
+)
+def test_a_condition_meets_the_same_rows_in_files_of_texts_and_of_numbers(
+    tmp_path: Path, typed: Any, texts: str, value: str
+) -> None:
+    users = {"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)]}
+    pl.DataFrame({**users, "v": [texts, texts, "x"] * 20}).write_csv(tmp_path / "log.csv")
+    pl.DataFrame({**users, "v": [typed, typed, None] * 20}).write_parquet(tmp_path / "log.parquet")
+    values = {"label": "label", "categorical": [{"name": "user"}], "derive": [f"match column=v values={value}"]}
+    files = [tmp_path / "log.csv", tmp_path / "log.parquet"]
+    with pytest.raises(stoker.SchemaError, match=f"meet the numbers .* not the text '{texts}' of others"):
+        stoker.prepare(stoker.Schema.from_dict(values), files, split="random:1,0")
+    values["derive"] = [f"match column=v values={value},{texts}"]
+    [batch] = stoker.prepare(stoker.Schema.from_dict(values), files, split="random:1,0").train.batches(120)
+    assert batch.dense.flatten().tolist() == [1.0, 1.0, 0.0] * 40
+
+
 def test_a_condition_on_small_floats_is_met_or_refused(tmp_path: Path) -> None:
     """Polars writes 0.00001 and 1e-7, and the vocabulary has these."""
     rows = pl.DataFrame({"label": [0, 1] * 30, "v": [1e-5, 1e-7, 2.5] * 20})

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -494,6 +495,10 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("stoker.base.files.os.replace", no_room)
         with pytest.raises(DataError, match=r"no room .* free without this run\).*again: nothing was kept\."):
+            stoker.prepare(shop(), raw, out=tmp_path / "out")
+        disk = SimpleNamespace(f_files=9, f_favail=0, f_frsize=1, f_blocks=8, f_bfree=8, f_bavail=8)
+        patch.setattr("os.statvfs", lambda _: disk, raising=False)
+        with pytest.raises(DataError, match=r"no room .*B and 0 files free without this run\)"):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 4))

@@ -232,6 +232,9 @@ def test_the_command(made: Path, tmp_path: Path) -> None:
     assert re.search(r"^┃ +┃ +a ┃ +b ┃ +c ┃$", narrow, re.MULTILINE)
     told = json.loads(CliRunner().invoke(app, ["compare", *runs, "--json"]).output)
     assert [run["name"] for run in told["runs"]] == ["a", "b", "other"]
+    beside = [*runs[:2], str(made / "d")]  # a dataset next to them, as runs/* finds after stoker train LOG
+    assert json.loads(CliRunner().invoke(app, ["compare", *beside, "--json"]).output)["runs"] == told["runs"][:2]
+    assert CliRunner().invoke(app, ["compare", *beside[1:]]).exit_code != 0
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     shown = CliRunner().invoke(app, ["compare", *runs, "--plot", str(tmp_path / "curves.png")])
     assert shown.exit_code == 0, shown.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -406,6 +407,23 @@ def test_records_without_room_are_named_once(tmp_path: Path) -> None:
     log.write({"kind": "train", "step": 3})
     log.close()
     assert [line["step"] for line in records(run.path, "train")] == [1, 3]
+
+
+@pytest.mark.slow  # TensorBoard is imported
+def test_events_without_room_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = RunLog(RunDirectory.create(tmp_path / "run", {}), 0, tensorboard=True)
+    monkeypatch.setattr(writer, "add_scalar", full)
+    with pytest.raises(
+        CheckpointError, match=r"run.tensorboard could not be written \(No space left .*\)\. Free .*stoker"
+    ):
+        log.write({"kind": "train", "step": 1, "loss": 0.5})
+    log.close()
+    assert [line["step"] for line in records(tmp_path / "run", "train")] == [1]
 
 
 @pytest.mark.slow

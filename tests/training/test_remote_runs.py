@@ -150,6 +150,25 @@ def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_follower_reads_manifests_again_only_after_a_change(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = make_daily_run(tmp_path / "run", days=2)
+    stoker.update(tmp_path / "run", days[0])
+    memory.put(f"{tmp_path}/run/", "/b/run", recursive=True)
+    follower = stoker.Follower("memory://b/run")
+    fetched: list[str] = []
+    fetch = remote.fetch_sealed
+    monkeypatch.setattr(remote, "fetch_sealed", lambda url, folder: (fetched.append(url), fetch(url, folder))[1])
+    assert not follower.poll()
+    assert not fetched
+    assert stoker.rollback("memory://b/run", 0)
+    fetched.clear()
+    assert follower.poll()
+    assert fetched
+
+
+@pytest.mark.slow
 def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
     days = make_daily_run(tmp_path / "run", days=3)
     memory.put(f"{tmp_path}/run-data/", "/b/data", recursive=True)

@@ -245,6 +245,23 @@ def test_columns_of_the_item_are_found_or_asked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("metric", "decides"), [(None, "recall_10"), ("recall_50", "recall_50")])
+def test_without_a_row_of_label_0_recall_chooses_the_best_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str | None, decides: str
+) -> None:
+    log = pl.DataFrame({"sold": 1, "user": [i % 40 for i in range(800)], "item": [i % 40 * 7 % 60 for i in range(800)]})
+    plain = {"label": "sold", "categorical": [{"name": name, "type": "int"} for name in ("user", "item")]}
+    data = stoker.prepare(stoker.Schema.from_dict(plain), log, out=tmp_path / "d", split="random:0.6,0.3")
+    given = RUN | {"display": "plain", "model_options": {"item": ("item",)}} | ({"metric": metric} if metric else {})
+    result = stoker.train(data, out=tmp_path / "run", steps=20, eval_every=2, **given)
+    lines = records(tmp_path / "run", "valid")
+    assert result.best_step == max(lines, key=lambda line: (line[decides], -line["step"]))["step"]
+    assert {line["log_loss"] for line in lines} == {None}
+    note = "all validation labels are the same: without an AUC, recall@10 says what is best"
+    assert (note in " ".join("".join(capsys.readouterr()).split())) == (metric is None)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "named"), [
     ("match column=kind values=item", ""),
     ("previous by=user column=item order=at", ""),

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from stoker.base.errors import ConfigError, SchemaError, errors_as, install, require
 
+_LONGEST = 60  # characters of a value in a message
 Build = Callable[[Any, str], Any]  # (plain value, place) -> object
 
 
@@ -66,9 +67,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 @cache
 def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of all fields, but not those of a class that names what only a function or a checker knows."""
+    """Return the types of all fields or arguments, but not those of a class with names that only a checker knows."""
     found: dict[str, Any] = {}
-    for each in reversed(kind.__mro__):
+    for each in reversed(getattr(kind, "__mro__", (kind,))):
         try:
             found |= typing.get_type_hints(each)
         except NameError:
@@ -186,6 +187,28 @@ def _problem(value: Any, hint: Any) -> str | None:
     if isinstance(value, str) and known[0].startswith("'"):
         return f"{value!r} is unknown: choose {known[0]}"
     return f"must be {known[0]}, found {value!r}"
+
+
+def wrong_argument(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
+    """Return which argument has another type than its hint, in words; empty if none has, or a hint is not known."""
+    for name, value in given.items():
+        hint = hints.get(name, Any)
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        words, tests = zip(*map(_kind, typing.get_args(hint) if union else (hint,)), strict=True)
+        if not _any_of(tests, value):
+            shown = repr(value)
+            shown = shown if len(shown) < _LONGEST and "\n" not in shown else f"an object of {type(value).__name__}"
+            return f"{name} must be {' or '.join(words)}, found {shown}"
+    return ""
+
+
+def _kind(hint: Any) -> _Check:
+    """Return what :func:`expected` does, and of any class its objects; a hint that is not known fits every value."""
+    known = expected(hint) if isinstance(hint, Hashable) else None
+    kind = typing.get_origin(hint) or hint
+    if known is None and isinstance(kind, type) and kind is not Any and not getattr(kind, "_is_protocol", False):
+        return f"a {'list' if kind is Sequence else kind.__name__}", _is(kind)
+    return known or ("", lambda _: True)
 
 
 def typed(value: Any, hint: Any) -> Any:

@@ -37,6 +37,8 @@ _MANIFEST = "manifest.json"
 _GROWING = ("metrics.jsonl", "tensorboard/")  # files of a run that have not changed if their size has not
 _SEALED = ("checkpoints/", "updates/")  # folders of a run, of folders with a manifest
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
+#: local copy of a run -> its head and the sizes of manifests: while these stay, a follower reads no manifest again
+_fetched: dict[Path, object] = {}
 _copied: dict[str, str] = {}  # local copy of a dataset, run or checkpoint -> its URL
 _OTHER_CACHE = "Let STOKER_CACHE name a folder for copies."
 _MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
@@ -131,8 +133,12 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
                 (folder / _HEAD).unlink(missing_ok=True)
             remote.download([(name, folder / name, names[name], None) for name in loose])
         wanted = {f"checkpoints/{step}"} if run and not step.startswith("update_") else wanted  # a segment needs others
-        for name in sorted(wanted):
-            fetch_sealed(f"{remote.url}/{name}", folder / name)
+        head = (folder / _HEAD).read_bytes() if _HEAD in names else b""
+        state = head, {name: names[f"{name}/{_MANIFEST}"] for name in wanted}
+        if not head or _fetched.get(folder) != state or not all((folder / name).is_dir() for name in wanted):
+            for name in sorted(wanted):
+                fetch_sealed(f"{remote.url}/{name}", folder / name)
+            _fetched[folder] = state
         if not run:
             for other in (folder / "checkpoints").glob("*_*"):
                 if f"checkpoints/{other.name}" not in wanted:

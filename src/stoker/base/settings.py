@@ -9,6 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import (
@@ -26,8 +27,8 @@ from typing import (
     get_origin,
 )
 
-from stoker.base.checks import hints_of, near, typed
-from stoker.base.errors import ArgumentError, ConfigError
+from stoker.base.checks import hints_of, near, typed, wrong_argument
+from stoker.base.errors import ArgumentError, ConfigError, StokerError
 from stoker.base.units import parse_setting
 
 _LARGEST = 2**63 - 1  # kernels count in 64 bits
@@ -111,6 +112,8 @@ def method_with_arguments_of(
 
 
 def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
+    single = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    more = any(each.kind == each.VAR_KEYWORD for each in parameters)
     name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
     former: dict[str, str] = getattr(kind, "FORMER", {})  # names that its arguments had before
     returned = inspect.signature(function).return_annotation
@@ -122,7 +125,7 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             now = (RENAMED | former).get(argument)
             if argument not in known and now in known and now not in given:
                 warnings.warn(f"{name}: {argument!r} is now called {now!r}.", FutureWarning, stacklevel=2)
-            elif argument not in known:
+            elif argument not in known and not more:
                 hint = getattr(kind, "INSTEAD", {}).get(argument) or near(argument, known)
                 raise ArgumentError(f"{name} takes no argument {argument!r}.{hint}")
         given = renamed({former.get(argument, argument): value for argument, value in given.items()})
@@ -130,7 +133,16 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             signature.bind(*values, **given)
         except TypeError as error:
             raise ArgumentError(f"{name}: {error}.") from None
-        return function(*values, **given)
+        try:
+            return function(*values, **given)
+        except Exception as error:  # a type that fits no hint explains it better
+            wrong, bound = "", signature.bind(*values, **given).arguments
+            with suppress(Exception):  # hints and objects of other code may be odd
+                wrong = wrong_argument({name: bound[name] for name in single if name in bound}, hints_of(kind))
+            ours = isinstance(error, StokerError) or str(error).endswith(".")  # which says what is wanted
+            if not wrong or (ours and not isinstance(error, ArgumentError)):
+                raise
+            raise ArgumentError(f"{name}: {wrong}.") from error
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

@@ -414,7 +414,7 @@ def synthetic(
     stoker synthetic criteo --rows 1M --out a.gz --curve globo-articles --bad 1%
     stoker synthetic movielens --rows 100k --out data/ml --seed 7
     stoker synthetic criteo --rows 10M --out day_1.tsv.gz --seed 1 --universe 0
-    stoker synthetic trivago --rows 100k --out train.csv --metadata items.csv
+    stoker synthetic trivago --rows 100k --out train.csv --metadata metadata.csv
     """
     if str(out) == "-":
         raise ConfigError("--out is -, but a log is not written to standard output. Name a file.")

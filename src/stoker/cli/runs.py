@@ -311,12 +311,14 @@ def compare(
     """
     from rich.console import Console
 
+    from stoker.training.files.rundir import kind_of
     from stoker.training.report.charts import check_page
     from stoker.training.tools.compare import MARKS
     from stoker.training.tools.compare import compare as run_comparison
 
     check_new_files(page if page is None else check_page(page), plot=plot)
-    found = run_comparison(*runs, metric=metric)
+    those = [run for run in runs if kind_of(run) != "a dataset"]  # which train LOG puts next to its run: runs/*
+    found = run_comparison(*(those if len(those) > 1 else runs), metric=metric)
     if plot is not None:
         found.plot(plot)
     if page is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.base import remote
 from stoker.base.errors import DataError, SchemaError, errors_as
 from stoker.base.files import hash_file
+from stoker.base.settings import checked_arguments
 from stoker.base.units import quoted
 from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
 from stoker.dataset.memory import temporary_folder_of
@@ -52,6 +53,7 @@ class Dataset:
         DataError: the dataset is missing, unfinished or newer; a file is missing or has the wrong size.
     """
 
+    @checked_arguments
     def __init__(self, path: str | Path) -> None:
         self.url = remote.url_of(path)  # its source, if it was downloaded
         self.path = Path(path) if self.url is None else remote.fetch_sealed(self.url)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError, DataError, SchemaError
+from stoker.base.settings import checked_arguments
 from stoker.base.units import plural
 
 
@@ -118,6 +119,7 @@ class FeatureSpec:
         raise SchemaError(f"there is no feature {name!r}; there are {', '.join(f.name for f in self.features)}.")
 
     @classmethod
+    @checked_arguments
     def from_sizes(cls, num_dense: int, num_embeddings: Sequence[int]) -> FeatureSpec:
         """Return dense columns ``I1..`` and one-hot features ``C1..`` with a table each, as in the Criteo logs."""
         names = [f"C{i + 1}" for i in range(len(num_embeddings))]

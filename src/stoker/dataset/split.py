@@ -97,11 +97,11 @@ class Reading:
     whole_groups: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
+        if not self.batch_size >= 1:
             raise ConfigError(f"batch_size is {self.batch_size}; a batch has at least 1 row.")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0 to world_size - 1 = {self.world_size - 1}.")
-        if self.limit is not None and self.limit < 1:
+        if self.limit is not None and not self.limit >= 1:
             raise ConfigError(f"limit is {self.limit} rows; give at least 1, or None for all.")
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch} batches; give 0 (none) or more.")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from stoker.base.errors import CheckpointError
+from stoker.base.settings import checked_arguments
 from stoker.tables.storage import Rows
 from stoker.training.files import checkpoint, loading, module_state
 from stoker.training.files.checkpoint import Link, M
@@ -61,6 +62,7 @@ class Follower:
     (True, 1)
     """
 
+    @checked_arguments
     def __init__(
         self,
         run: str | Path,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError
-from stoker.base.settings import renamed
+from stoker.base.settings import checked_arguments, renamed
 from stoker.base.units import listed
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
@@ -182,6 +182,11 @@ class RecModel(nn.Module, ABC):
         self.objective = "bce"
         self._compiled: Callable[..., Tensor] | None = None
         self.by_shards: Callable[[RecModel, Batch], Tensor] | None = None  # logits, in a run with logical shards
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[method-assign]
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from stoker.base.errors import ConfigError, SchemaError
+from stoker.base.settings import checked_arguments
 from stoker.base.units import listed, plural
 from stoker.prep.features.base import Derivation
 from stoker.prep.guess import USER_NAME, Guess, Sample, decimal_commas, guess_columns, look, null_texts
@@ -105,6 +106,7 @@ class Draft:
         return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
 
 
+@checked_arguments
 def draft_schema(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> str:
     """Draft a schema for your log from its first rows, as TOML text with comments.
 
@@ -135,7 +137,7 @@ def draft_schema(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, comman
 
 def draft_log(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> Draft:
     """Draft a schema as :func:`draft_schema` does; return it with a guess for each column."""
-    if rows < 1:
+    if not rows >= 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
     with files_of(log, rows=rows + 1) as inputs:
         return draft_inputs(inputs, log, rows=rows, command=command)

@@ -271,8 +271,10 @@ _TIME_NAME = re.compile(
     r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated|start|started|begin|end|ended|expires)($|_)|"
     r"(?-i:[a-z](At|Start|End)$)", re.I,
 )  # fmt: skip
+_DIGITS_NAME = re.compile(rf"(^|_)hour($|_)|{_TIME_NAME.pattern}", re.I)
 _DIGITS = {  # times written as digits -> their format; None: ISO 8601
     r"^(19|20)\d{6}$": None, r"^(19|20)\d{10}$": "%Y%m%d%H%M", r"^(19|20)\d{12}$": "%Y%m%d%H%M%S",
+    r"^(19|20)\d{8}$": "%Y%m%d%H", r"^\d{8}$": "%y%m%d%H",
 }  # fmt: skip
 _CODE_NAME = re.compile(
     r"(^|[_\W])(?i:id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
@@ -477,7 +479,7 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
     quantity = bool(_NUMBER_NAME.search(name))
     code = bool(_CODE_NAME.search(name) or (USER_NAME.search(name) and not quantity))
     low, middle, high = _spread(numbers)
-    if _epoch(guess, name, low, high, whole=whole) or _time_in_digits(guess, name, values):
+    if _time_in_digits(guess, name, values) or _epoch(guess, name, low, high, whole=whole):
         return
     padded = values.dtype == pl.String and bool(values.str.contains(r"^0[0-9]").any())
     guess.settings = {"type": "int"}
@@ -536,7 +538,10 @@ def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> 
 
 def _time_in_digits(guess: Guess, name: str, values: pl.Series) -> bool:
     """Guess whether texts such as 20170307 or 20170307101500 are times."""
-    if values.dtype != pl.String or not _TIME_NAME.search(name) or guess.distinct < 2:
+    if values.dtype.is_float() or not _DIGITS_NAME.search(name) or guess.distinct < 2:
+        return False
+    values = values.cast(pl.String)
+    if values.str.contains(r"^\d{4}(19|20)\d\d$").all():  # 07032017 is no hour
         return False
     for shape, pattern in _DIGITS.items():
         if values.str.contains(shape).all() and not (read_moments(values, pattern) == UNKNOWN).any():

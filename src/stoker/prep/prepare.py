@@ -337,9 +337,11 @@ def _build(task: Task, target: Path, request: str | None, *, resume: bool, overw
             raise
         place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
         free, some = format_size(shutil.disk_usage(place).free), _finished(task) > 0
+        disk = os.statvfs(place) if hasattr(os, "statvfs") else None
+        files = f" and {disk.f_favail:,} files" if disk and disk.f_files else ""  # inodes may be out before bytes are
         without = "" if some else " without this run"  # what it wrote is deleted
         remedy = task.remedy_of_full_disk(kept=some)
-        raise DataError(f"no room left on the disk of {target} ({free} free{without}). {remedy}") from error
+        raise DataError(f"no room left on the disk of {target} ({free}{files} free{without}). {remedy}") from error
     except RuntimeError as error:
         if not isinstance(error, BrokenExecutor) and "after shutdown" not in str(error):
             raise

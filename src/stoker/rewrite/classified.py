@@ -31,6 +31,7 @@ from stoker.base.device import check_threads, resolve_device
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
+from stoker.base.settings import checked_arguments
 from stoker.base.units import format_size, quoted
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import describe_file, write_manifest
@@ -62,6 +63,7 @@ class ClassifyReport:
     reused: bool  # the dataset existed already, classified by the same profile
 
 
+@checked_arguments
 def classify(
     dataset: Dataset | str | Path,
     profile: HotProfile | str | Path,

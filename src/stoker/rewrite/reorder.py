@@ -29,6 +29,7 @@ from stoker.base.errors import DataError, errors_as, require
 from stoker.base.files import atomic_file, hash_json
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
+from stoker.base.settings import checked_arguments
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, describe_file, write_counts, write_manifest
@@ -66,6 +67,7 @@ class ReorderReport:
     reused: bool  # the dataset existed already, reordered in the same way
 
 
+@checked_arguments
 def reorder(
     dataset: Dataset | str | Path,
     out: str | Path,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError, StokerError, require
+from stoker.base.settings import checked_arguments
 
 _ARROW = "application/vnd.apache.arrow.stream"
 
@@ -31,6 +32,7 @@ class Client:
         timeout: seconds until an answer must have come.
     """
 
+    @checked_arguments
     def __init__(self, url: str, *, timeout: float = 30.0) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
         self.version: Mapping[str, int] = {}  # of the model that gave the last answer

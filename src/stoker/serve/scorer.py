@@ -15,6 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.settings import checked_arguments
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -78,6 +79,7 @@ class Scorer:
     (3,)
     """
 
+    @checked_arguments
     def __init__(
         self, source: str | Path | RecModel, data: Dataset | str | Path | None = None, *, follow: bool = False,
         **settings: Any,

@@ -11,6 +11,7 @@ import torch
 
 from stoker.base.checks import check_not_negative, check_types, typed
 from stoker.base.errors import ConfigError
+from stoker.base.settings import checked_arguments
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec, Grow
 from stoker.ops.tt.shape import TTShape, factorize
@@ -395,6 +396,7 @@ def check_strategies(placement: Any) -> None:
         )
 
 
+@checked_arguments
 def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:
     """Return one table for every vocabulary of a dataset.
 
@@ -414,7 +416,7 @@ def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **opti
         TableConfig(
             name=table,
             num_embeddings=spec.num_embeddings[table],
-            embedding_dim=embedding_dim if isinstance(embedding_dim, int) else embedding_dim[table],
+            embedding_dim=embedding_dim[table] if isinstance(embedding_dim, Mapping) else embedding_dim,
             features=tuple(names),
             grow=spec.grow.get(table),
             **options,

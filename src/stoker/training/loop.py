@@ -15,6 +15,7 @@ from typing import Any
 
 from stoker.base.checks import checked
 from stoker.base.device import has_bf16_products, resolve_device
+from stoker.base.errors import ConfigError
 from stoker.base.progress import showing
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size
@@ -94,6 +95,8 @@ def train(
     with together(ranks), place as (out, resume, upload):
         if not isinstance(display, Display):
             checked("display", display, Mode)
+        if wrong := [each for each in loggers if not hasattr(each, "log")]:
+            raise ConfigError(f"loggers holds {wrong[0]!r}, which has no method log(step, values): see stoker.Logger.")
         start = open_run(dataset, config, out, resume, dict(settings), ranks)
         with process_settings(start.config) as models, Interrupted.by_signals(Path(str(out or resume))):
             return _train(start, Outputs(out, resume, display, loggers, upload), models)
@@ -289,8 +292,8 @@ def _evaluate(state: TrainState) -> bool:
         if stop.asked():
             return False
         metrics = finite(found, config.loss, config.metric)
-        if progress.latest is None and deciding(metrics, config.metric) != config.metric:
-            state.shown.note(undefined(config.metric))
+        if progress.latest is None and (other := deciding(metrics, config.metric)) != config.metric:
+            state.shown.note(undefined(config.metric, other))
         improved = progress.judge(metrics, config.metric)
         state.record("valid", **metrics)
     return improved

@@ -169,12 +169,13 @@ def ignored(config: TrainConfig, *names: str) -> str:
     return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if words else ""
 
 
-def undefined(metric: str) -> str:
-    """Say that log loss chooses the best checkpoint, because ``metric`` is not defined."""
+def undefined(metric: str, other: str) -> str:
+    """Say which other metric chooses the best checkpoint, because ``metric`` is not defined."""
+    says = f"{other.replace('recall_', 'recall@').replace('_', ' ')} says what is best"
     if metric == "group_auc":
-        return "no list of validation rows has both labels: without a group AUC, log loss says what is best"
+        return f"no list of validation rows has both labels: without a group AUC, {says}"
     name = "an AUC" if metric == "auc" else f"an {metric}" if metric == "mrr" else f"a {metric}"
-    return f"all validation labels are the same: without {name}, log loss says what is best"
+    return f"all validation labels are the same: without {name}, {says}"
 
 
 def ending(progress: LoopState, config: TrainConfig, total: int, *, trained: bool) -> str | None:

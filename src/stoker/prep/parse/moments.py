@@ -37,7 +37,7 @@ _DATES = (
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
 _WHOLE = (
     "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y", "%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z",
-    "%a, %d %b %Y %H:%M:%S GMT", "%Y%m%d%H%M%S", "%Y%m%d%H%M",
+    "%a, %d %b %Y %H:%M:%S GMT", "%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d%H", "%y%m%d%H",
 )  # fmt: skip
 
 
@@ -86,6 +86,8 @@ def _read_iso(texts: pl.Series) -> pl.Series:
 
 def _read_as(texts: pl.Series, pattern: str) -> pl.Series:
     """Return the time of each text, Int64; null if it does not match the format."""
+    if re.search("%[HI]", pattern) and not re.search("%[MRT]", pattern):  # Polars wants minutes
+        texts, pattern = texts + ":00", f"{pattern}:%M"
     found = texts.str.to_datetime(_chrono(pattern), strict=False, time_unit="us", time_zone="UTC")
     # Polars reads 17 as the year 17 for %Y.
     return found.set(found.dt.replace_time_zone(None) < _YEAR_1000, None).dt.epoch("us")
@@ -100,8 +102,8 @@ def check_format(pattern: str) -> None:
     """Check that texts of a format can be read without guessing.
 
     Raises:
-        SchemaError: the format has an unknown code or the name of a time zone, or lacks the year, the month of a day or
-            the minute of an hour.
+        SchemaError: the format has an unknown code or the name of a time zone, or lacks the year or the month
+            of a day.
     """
     if "%Z" in pattern:
         problem = "names the time zone (%Z), which does not say the offset. Write a name such as UTC as it is, or %z"
@@ -109,14 +111,15 @@ def check_format(pattern: str) -> None:
     if re.search(r"(?<!\.)%f", pattern):
         problem = "has %f without a point before it. Write .%f, or %3f, %6f or %9f for 3, 6 or 9 digits"
         fail("timestamp", "format", f"{pattern!r} {problem}")
-    date = _PROBE.replace(hour=0, minute=0, second=0)
+    hour = _PROBE.replace(minute=0, second=0)
+    date = hour.replace(hour=0)
     try:
         written = pl.Series([_PROBE]).dt.replace_time_zone("UTC").dt.to_string(_chrono(pattern).replace("%#z", "%z"))
         found = pl.from_epoch(_read_as(written, pattern), "us").item()
     except pl.exceptions.PolarsError as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         fail("timestamp", "format", f"{pattern!r} cannot be used: {reason}")
-    if found not in (_PROBE, _PROBE.replace(second=0), date, date.replace(day=1), date.replace(day=1, month=1)):
+    if found not in (_PROBE, _PROBE.replace(second=0), hour, date, date.replace(day=1), date.replace(day=1, month=1)):
         fail("timestamp", "format", f"{pattern!r} does not tell a date with its year")
 
 

@@ -127,8 +127,10 @@ def with_one_notation(task: Task) -> Task:
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
-            numbers = {path for path, kind in own.items() if kind.is_numeric() and name in listed and "text" in shapes}
-            if numbers and _first_values(one for one in sources_of(task, [item]) if one.path in numbers):
+            numbers = {path for path, kind in own.items() if kind.is_numeric() and "text" in shapes}
+            if numbers and name not in listed and task.recipe.derive is None:
+                _check_texts(task.schema, name, [one for one in sources_of(task, [item]) if one.path not in numbers])
+            elif numbers and _first_values(one for one in sources_of(task, [item]) if one.path in numbers):
                 found[name] = PLAIN
             if task.recipe.derive is not None or not any(kind.is_temporal() for kind in own.values()):
                 continue
@@ -157,8 +159,20 @@ def _check_values(schema: Schema, numbers: set[str], floats: set[str]) -> None:
             plain, number = written(pl.Series([value]), PLAIN)[0], re.fullmatch(r"-?\d+\.\d+", value)
             if tested in floats and (number := number or re.search(EXPONENT, value)):  # no text says how to write it
                 plain = text_of_floats(pl.Series([float(value)]))[0]
-            if plain not in (value, *values) and number:
+            if plain not in (None, value, *values) and number:
                 fail(feature.where, "values", f"holds {value!r}, and the column numbers: write {plain!r}")
+
+
+def _check_texts(schema: Schema, column: str, sources: Sequence[Source]) -> None:
+    """Raise :class:`SchemaError` if a condition is met by a number of a table, but not by its text in other files."""
+    for feature in (one for one in schema.feature if getattr(one, "tested", "") == column):
+        values = pl.Series(getattr(feature, "values", ()), dtype=pl.String)
+        _, texts = _first_values(sources) or ("", values)
+        met = written(texts, PLAIN).is_in(written(values, PLAIN).implode()) & ~texts.is_in(values.implode())
+        for text in texts.filter(met).head(1):
+            fail(
+                feature.where, "values", f"meet the numbers of some files, but not the text {text!r} of others. Add it"
+            )
 
 
 def _inner(kind: pl.DataType) -> pl.DataType:

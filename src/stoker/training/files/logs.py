@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,11 +57,13 @@ class RunLog:
             _cut(run.metrics, step, again=again)
         self._file = run.metrics.open("ab", buffering=0)  # a buffer would fail again when it is closed
         remedy = f"Free some space, then continue with: stoker train --resume {quoted(run.path)}"
-        self._named = partial(errors_as, CheckpointError, f"{run.metrics} could not be written", remedy)
+        named = partial(errors_as, CheckpointError, remedy=remedy)
+        self._named = partial(named, f"{run.metrics} could not be written")
         self._loggers = list(loggers)
         if tensorboard is not False:
             try:
-                self._loggers.append(_TensorBoard(run.path / "tensorboard", step))
+                folder = run.path / "tensorboard"
+                self._loggers.append(_TensorBoard(folder, step, partial(named, f"{folder} could not be written")))
             except ImportError:
                 if not self._loggers:
                     self.missed = (
@@ -105,17 +107,21 @@ class NoLog(RunLog):
 class _TensorBoard:
     """Write TensorBoard events to a folder; older events after ``step`` are hidden."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, named: Callable[[], AbstractContextManager[None]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        self._named = named
+        with named():
+            self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        with self._named():
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with self._named():
+            self._writer.close()
 
 
 def _cut(path: Path, step: int, *, again: bool) -> None:

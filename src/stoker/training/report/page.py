@@ -14,7 +14,7 @@ import torch
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.base.picture import Grid
-from stoker.base.settings import renamed
+from stoker.base.settings import checked_arguments, renamed
 from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.placement.budget import LOOKAHEAD, MemoryBudget
@@ -35,6 +35,7 @@ _CACHES = {"belady": "best possible (Belady)", "pinned": "Stoker's", "lru": "lea
 _IDS = {"new": "new ids", "gone": "ids that lost their row", "reused": "reused rows", "known": "ids with a row"}
 
 
+@checked_arguments
 def report(run: str | Path, out: str | Path | None = None, *, again: bool = False) -> Path:
     """Write one HTML page about a run: speed, time, bytes, curves, calibration, slices, tables, and what to change.
 

@@ -220,8 +220,8 @@ def evaluate(
 
 
 def _check(model: object, split: object) -> None:
-    """Refuse the path of a run, and a dataset instead of a split."""
-    if isinstance(model, str | Path) or isinstance(split, str | Path | Dataset):
+    """Refuse what is no model, such as the path of a run, and no split, such as a dataset."""
+    if not hasattr(model, "embeddings") or not hasattr(split, "batches"):
         raise ConfigError("give a model, such as stoker.load(run).model, and a split of a dataset, such as data.test.")
 
 

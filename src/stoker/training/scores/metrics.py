@@ -67,7 +67,7 @@ def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
 def merit(values: Mapping[str, float | None], metric: str) -> float:
     """Return the value of an evaluation by one of :data:`DECIDING`: larger is better, -inf if it is undefined.
 
-    With one class only there is no AUC and no ranking, so log loss decides.
+    With one class only there is no AUC and no ranking, so :func:`deciding` takes another.
     """
     name = deciding(values, metric)
     value = values.get(name)
@@ -77,15 +77,16 @@ def merit(values: Mapping[str, float | None], metric: str) -> float:
 
 
 def deciding(values: Mapping[str, float | None], metric: str) -> str:
-    """Return the metric that decides: ``metric``, or log loss if it is undefined."""
+    """Return the metric that decides: ``metric``, or recall@10 of a catalogue, else log loss, if it is undefined."""
     rows = values.get("rows")
     if rows is None:
         return metric
     # If each list has one class only, there is no group AUC, even with rows of both classes.
     unranked = metric == "group_auc" and values.get(metric) is None and values.get("log_loss") is not None
-    if metric in RECALL and values.get(metric) is not None:  # rows of label 1 alone have a recall
+    if metric in (*RECALL, "log_loss") and values.get(metric) is not None:  # rows of label 1 alone have a recall
         return metric
-    return "log_loss" if unranked or values.get("positives") in (0, rows) else metric
+    other = "log_loss" if values.get("recall_10") is None else "recall_10"
+    return other if unranked or values.get("positives") in (0, rows) else metric
 
 
 def metric_names(k: int | str | None) -> dict[str, str]:
