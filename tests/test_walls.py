@@ -16,7 +16,7 @@ from stoker.ops.codegen.jit import USED
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
-    "base": 2_475, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
+    "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
     "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "distributed": 10, "testing": 10,
     "__init__": 11, "__main__": 11,
 }  # fmt: skip
