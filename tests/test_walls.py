@@ -22,7 +22,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_475,
+    "base": 2_476,
     "ops": 7_115,
     "dataset": 3_137,
     "optim": 607,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_343,
     "serve": 1_643,
 }  # fmt: skip
-ALL_LINES = 66_831
+ALL_LINES = 66_832
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

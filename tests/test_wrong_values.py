@@ -313,13 +313,29 @@ def test_train_and_others_name_arguments_of_wrong_types(tmp_path: Path, monkeypa
         data.train.batches(math.nan)  # type: ignore[arg-type]
 
 
-def test_errors_of_sound_arguments_stay_as_they_are() -> None:
-    class Broken(stoker.DLRM):
-        def __init__(self, spec: stoker.FeatureSpec, **settings: Any) -> None:
-            raise TypeError("of its own")
+def test_errors_of_other_classes_and_models_of_users_stay_as_they_are(tmp_path: Path) -> None:
+    class Mine(stoker.DLRM):
+        def __init__(self, spec: stoker.FeatureSpec, foresight: int = 0, **settings: Any) -> None:
+            if spec is None or foresight:
+                raise TypeError(f"of its own, {foresight}")
+            super().__init__(spec, **settings)
 
-    for given in (SPEC, None):
-        with pytest.raises(TypeError) as caught:
-            Broken(given)
-        assert (type(caught.value) is TypeError) == (given is SPEC)
-    assert "spec must be a FeatureSpec, found None" in str(caught.value)
+    for given in ({"spec": None}, {"spec": SPEC, "foresight": 3}):  # a name that a setting of Stoker had before
+        with pytest.raises(TypeError, match="of its own") as caught:
+            Mine(**given)  # type: ignore[arg-type]
+        assert type(caught.value) is TypeError
+
+    class Full(Exception):
+        pass
+
+    class Logger:
+        def log(self, *record: Any) -> None:
+            raise Full
+
+        def close(self) -> None:
+            pass
+
+    data = make_dataset(tmp_path / "data", rows=100)
+    odd: Any = {0: Logger()}.values()  # no list, but it would do
+    with pytest.raises(Full):
+        stoker.train(data, out=tmp_path / "run", loggers=odd, steps=2, batch_size=10, display="quiet")

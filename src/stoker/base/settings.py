@@ -28,7 +28,7 @@ from typing import (
 )
 
 from stoker.base.checks import hints_of, near, typed, wrong_argument
-from stoker.base.errors import ArgumentError, ConfigError, StokerError
+from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
 _LARGEST = 2**63 - 1  # kernels count in 64 bits
@@ -135,12 +135,13 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
             raise ArgumentError(f"{name}: {error}.") from None
         try:
             return function(*values, **given)
-        except Exception as error:  # a type that fits no hint explains it better
+        except Exception as error:  # of Python itself, about a type that fits no hint, which explains it better
             wrong, bound = "", signature.bind(*values, **given).arguments
-            with suppress(Exception):  # hints and objects of other code may be odd
-                wrong = wrong_argument({name: bound[name] for name in single if name in bound}, hints_of(kind))
-            ours = isinstance(error, StokerError) or str(error).endswith(".")  # which says what is wanted
-            if not wrong or (ours and not isinstance(error, ArgumentError)):
+            plain = type(error).__module__ == "builtins" and not str(error).endswith(".")
+            if plain or isinstance(error, ArgumentError):
+                with suppress(Exception):  # hints and objects of other code may be odd
+                    wrong = wrong_argument({name: bound[name] for name in single if name in bound}, hints_of(kind))
+            if not wrong:
                 raise
             raise ArgumentError(f"{name}: {wrong}.") from error
 

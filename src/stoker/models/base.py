@@ -185,7 +185,7 @@ class RecModel(nn.Module, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
+        if "__init__" in vars(cls) and cls.__module__.startswith("stoker."):  # models of users are theirs
             cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[method-assign]
 
     @classmethod
