@@ -372,6 +372,16 @@ def test_formats_that_would_have_to_be_guessed_are_refused(tmp_path: Path, patte
     ]
 
 
+def test_hours_and_minutes_without_zeros_are_read() -> None:
+    for pattern, text, moment in (
+        ("%Y-%m-%d %H:%-M", "2017-03-07 10:5", datetime(2017, 3, 7, 10, 5)),
+        ("%Y-%m-%d %-H", "2017-03-07 9", datetime(2017, 3, 7, 9)),
+        ("%Y-%m-%d %X", "2017-03-07 10:05:01", datetime(2017, 3, 7, 10, 5, 1)),
+    ):
+        check_format(pattern)
+        assert read([text], pattern) == [micros(moment)]
+
+
 @pytest.mark.slow
 def test_features_and_datasets_like_another_read_times_by_the_same_rule(tmp_path: Path) -> None:
     texts = [

@@ -86,7 +86,7 @@ def _read_iso(texts: pl.Series) -> pl.Series:
 
 def _read_as(texts: pl.Series, pattern: str) -> pl.Series:
     """Return the time of each text, Int64; null if it does not match the format."""
-    if re.search("%[HI]", pattern) and not re.search("%[MRT]", pattern):  # Polars wants minutes
+    if re.search("%[-_0]?[HIkl]", pattern) and not re.search("%[-_0]?[MRTXcr]", pattern):  # Polars wants minutes
         texts, pattern = texts + ":00", f"{pattern}:%M"
     found = texts.str.to_datetime(_chrono(pattern), strict=False, time_unit="us", time_zone="UTC")
     # Polars reads 17 as the year 17 for %Y.
