@@ -504,6 +504,7 @@ def test_a_run_without_faults_gets_no_advice() -> None:
     assert advise(QUIET, analysed()) == []
     assert advise(QUIET, analysed(tables=[{"name": "C1", "bytes": 1, "unknown": 0.9, "unknown_train": 0.8}])) == []
     assert advise(QUIET, None) == []
+    assert advise(QUIET | {"valid_curve": curve(0.7, 0.75, 0.752)}, None) == []  # hardly better
     ranks = {"settings": {"loss": "in-batch"}, "test": {"rows": 500, "positives": 500}}
     assert advise(QUIET | ranks, None) == []
     odd = {"calibration": [{"score": 0.5, "label": 0.3, "rows": 1000}],

@@ -107,7 +107,7 @@ def _epochs(run: Record) -> Iterator[Advice]:
             f"{words} was best at step {step:,}; no later evaluation was better",
             f"{1 - step / last:.0%} of the training time, the same model{more}",
         )
-    elif math.isfinite(before := values[best - 1]) and values[best] > before:
+    elif math.isfinite(before := values[best - 1]) and values[best] - before > (values[best] - values[0]) / 20:
         yield Advice(
             "Train longer (--epochs)",
             f"{words} still improved in the last evaluation, by {values[best] - before:.4f}",
