@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 NEWER_PIP := pip==26.3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick soak kills check bench peers env docs lowest clean
+.PHONY: help demo test test-quick soak kills check bench peers env docs lowest newest clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -124,6 +124,18 @@ lowest:  ## Train and test with the lowest versions that pyproject.toml allows
 	@$(LOWEST_PY) -m pytest -p no:cacheprovider -W ignore::DeprecationWarning @tests/lowest.txt
 	@rm -rf $(LOWEST)
 
+# Releases of tomorrow break what pinned tests do not see: this needs 12 GB, as pip finds a PyTorch for GPUs.
+NEWEST := .venv-newest
+
+newest:  ## Run the tests with the newest release of every package, PyTorch too
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	@$(NEWEST)/bin/python -m pip install --quiet -e '.[dev,onnx]'
+	@touch $(NEWEST)/.runtime $(NEWEST)/.dev
+	@$(MAKE) test VENV=$(NEWEST)
+	@rm -rf $(NEWEST)
+
 clean:  ## Remove environments, caches and demo output
-	@rm -rf $(VENV) .venv-lowest .peers runs/demo data/demo build
+	@rm -rf $(VENV) .venv-lowest .venv-newest .peers runs/demo data/demo build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

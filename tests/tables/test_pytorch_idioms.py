@@ -1697,6 +1697,7 @@ def test_a_shallow_copy_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # forward_ad of torch 2.14 calls it
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_with_a_tangent_are_refused(graph: bool) -> None:
     tables, [(ids, offsets)] = made(), jagged(1)

@@ -101,8 +101,8 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = BASELINE_ROWS, progre
     Example:
         >>> from stoker.testing import make_dataset
         >>> found = stoker.baseline(make_dataset("data", rows=2000))
-        >>> sorted(found.figures)[:2]
-        ['average', 'logistic regression']
+        >>> "logistic regression" in found.figures
+        True
         >>> found.figures["average"]["valid"]["auc"]
         0.5
     """
