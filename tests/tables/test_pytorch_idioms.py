@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn.utils import get_total_norm
 import stoker
 from stoker import Batch, EmbeddingTables, TableConfig
 from stoker.tables import stepping
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -435,6 +437,37 @@ def test_forks_look_up_resident_rows_only(placement: Any) -> None:
         assert where is None or "of which this is a fork" in found
         tables.close()
         tables.close()  # does nothing
+
+
+def _change(tables: EmbeddingTables, loss: Tensor, said: Any) -> None:
+    for change in (
+        loss.backward,
+        lambda: tables(torch.tensor([[1, 2]])).sum().backward(),
+        lambda: tables.write("t4", 0, torch.zeros(ROWS, 4)),
+        lambda: tables.load_state_dict(tables.state_dict()),
+    ):
+        try:
+            change()
+        except stoker.ConfigError as error:
+            said.put(str(error))
+        else:
+            said.put("changed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(4,), (4, 8)])
+def test_forks_cannot_change_mapped_rows_which_they_would_share(dims: tuple[int, ...]) -> None:
+    configs = [TableConfig(name=f"t{d}", num_embeddings=ROWS, embedding_dim=d, features=(f"a{d}",)) for d in dims]
+    configs[0] = replace(configs[0], features=("a", "b") if len(dims) == 1 else ("a",))
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=stoker.Mapped())
+    context, before = torch.multiprocessing.get_context("fork"), tables.rows("t4")
+    said = context.SimpleQueue()
+    fork = context.Process(target=_change, args=(tables, tables(torch.tensor([[1, 2]])).sum(), said))
+    fork.start()
+    fork.join()
+    for _ in range(4):
+        assert "of which this is a fork" in said.get()
+    assert torch.equal(tables.rows("t4"), before)
 
 
 def test_copies_keep_the_scale_of_gradients() -> None:
@@ -1815,6 +1848,44 @@ def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     same_rows(tables, bags)
 
 
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_step_that_one_group_refuses_moves_no_row_of_another(driven: bool) -> None:
+    """Each lookup fits the slots of the second group, but not both together."""
+    configs = [TableConfig(name=f"t{dim}", num_embeddings=ROWS, embedding_dim=dim) for dim in (4, 8)]
+    few = stoker.Cached(slots=6, spill="refuse")
+    tables = EmbeddingTables(configs, optimizer=stoker.Adam(lr=0.5), placement={"t8": few})
+    rows = tables.as_optimizer() if driven else None
+    before = {name: tensor.clone() for name, tensor in tables.state_dict().items()}
+    first, second = (torch.arange(5 * i, 5 * i + 5).view(5, 1).expand(5, 2) for i in range(2))
+    with pytest.raises(stoker.StokerError, match="needs 10 distinct rows"):
+        (tables(first).sum() + tables(second).sum()).backward()
+        if rows:
+            rows.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tables.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("early", [False, True])
+def test_another_default_type_changes_nothing(dtype: torch.dtype, early: bool) -> None:
+    """The gradient of the handle keeps its precision: clipping is as exact as with float32."""
+    found, usual = [], torch.get_default_dtype()
+    try:
+        for other in (False, True):
+            torch.set_default_dtype(dtype if other and early else usual)
+            tables = made(optimizer=stoker.SGD(lr=0.5))
+            torch.set_default_dtype(dtype if other else usual)
+            rows = tables.as_optimizer()
+            for step, ids in enumerate(batches(3)):
+                (tables(ids) * (torch.arange(4, dtype=torch.float32) + step)).sum().backward()
+                torch.nn.utils.clip_grad_norm_([tables.handle], 3.0)
+                rows.step()
+                rows.zero_grad()
+            found.append(tables.rows("t"))
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_rows_whose_plan_was_interrupted_are_refused(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan says where rows will be. After Ctrl-C between it and their moves, other rows are there."""
@@ -1858,6 +1929,35 @@ def test_an_update_that_is_interrupted_before_its_lease_ends_counts(monkeypatch:
     loss_of(bags(ids), 0).backward()
     optimizer.step()
     same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [stoker.SGD, stoker.LAMB])
+def test_slots_whose_return_is_interrupted_are_returned_once(
+    late: bool, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else updated rows would be lost, or the slots would have rows of two batches."""
+    tables, plain = (made(where, optimizer=kind(lr=0.5)) for where in ("cached", "device"))
+    take_back, calls = SlottedRows._take_back, []
+
+    def interrupted(*given: Any) -> None:
+        calls.append(1)
+        if late or len(calls) > 1:
+            take_back(*given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlottedRows, "_take_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(tables(batches(1)[0]), 0).backward()
+    monkeypatch.undo()
+    assert tables.groups[0].storage.available == 24
+    tables.tick = 1
+    for step, ids in enumerate(batches()):
+        loss_of(plain(ids), step).backward()
+        if step:
+            loss_of(tables(ids), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
 def test_an_exception_inside_accumulate_drops_its_gradients() -> None:

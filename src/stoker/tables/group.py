@@ -151,7 +151,6 @@ class TableGroup:
         self._note_change(lookups)
 
         def work(lease: Lease) -> None:
-            lease.touched = True
             self.backend.update(
                 self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
             )
@@ -161,6 +160,7 @@ class TableGroup:
         else:
             if lookups.bags.shards is not None:
                 lease.bags = lease.bags._replace(shards=lookups.bags.shards)
+            lease.touched = True
             if layers:
                 self._update_layers(grad, lease, rule, keys)
             else:
@@ -170,6 +170,7 @@ class TableGroup:
 
     def _note_change(self, changed: Lookups | Tensor | slice) -> None:
         """Count a change of the rows, and mark those of some lookups, addresses [n] or a slice of addresses."""
+        self.storage.check_process()
         self.version += 1
         if self.marks is None:
             return
@@ -274,6 +275,7 @@ class TableGroup:
             self._by_table, len(rows), len(rows), lambda start, stop: self.lookups_of(rows[start:stop]).bags
         )
         for start, stop, lease in blocks:
+            lease.touched = True
             yield slice(start, stop), lease, lease.bags.ids.to(torch.int64).reshape(-1)  # slots, of all tables
             lease.release(changed=True)
 
@@ -324,6 +326,11 @@ class TableGroup:
             self.storage.weight[at] = weight[part].to(self.storage.weight)
             for state in self.storage.state.values():
                 state[at] = 0.0
+
+    def check_optimizer(self, optimizer: RowOptimizer) -> None:
+        """Raise an error for an optimizer that the rows cannot change to."""
+        if optimizer.kind != self.optimizer.kind and isinstance(self.storage, SlottedRows):
+            self.storage.reset_state(dict(optimizer.state))  # which refuses
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state is reset unless the kind remains the same."""
@@ -383,6 +390,7 @@ class TableGroup:
 
         size = max(1, min(len(rows), storage.available))
         for _, _, lease in self._blocks(lookups.space, len(rows), size, lookups_of):
+            lease.touched = True
             work(lease)
             lease.release(changed=True)
 
@@ -408,6 +416,7 @@ class TableGroup:
 
     def place(self, name: str) -> tuple[Storage, int, int]:
         """Return where a table is: its storage, its first row there, and the row after its last."""
+        self.storage.check_process()
         return self.storage, *self.space.table_range(self.space.names.index(name))
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
@@ -504,6 +513,8 @@ class Joint:
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:
         """Return the pooled rows [B, P, D], or [B, sum of D], of a call that the splitter has checked."""
+        for group in self.groups:
+            group.storage.check_process()
         shape = self._output_shape(call.batch_size(len(self.space.features)))
         return self.groups[0].backend.lookup_parts(self._parts, self.space, call, shape)
 
@@ -515,6 +526,7 @@ class Joint:
         if keys:
             keys = tuple(key for group in self.groups for key in group.rounding_keys())
         for group in self.groups:
+            group.storage.check_process()
             group.version += 1
         if self.marks is not None:
             mark_lookups(self.marks, *lookups)

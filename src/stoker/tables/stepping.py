@@ -41,7 +41,7 @@ _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
     "[p for p in model.parameters() if p is not tables.handle]"
 )
-_MARK_READ = torch.tensor(_MARK).item()
+_MARK_READ = torch.tensor(_MARK, dtype=torch.float32).item()
 _NOTHING = nullcontext()
 #: Settings of torch's optimizers, which loops change in ``param_groups``.
 _UNREAD = {
@@ -77,7 +77,7 @@ _REMEDIES = Remedies()
 
 def new_handle(device: torch.device | str) -> nn.Parameter:
     """Return a parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
-    return nn.Parameter(torch.ones(2, device=device))
+    return nn.Parameter(torch.ones(2, dtype=torch.float32, device=device))
 
 
 class _Backward:
@@ -322,7 +322,7 @@ class RowStepper:
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
     def _direction(self) -> Tensor:
-        return torch.tensor(_DIRECTIONS[self._turn])
+        return torch.tensor(_DIRECTIONS[self._turn], dtype=torch.float32)
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -628,12 +628,12 @@ def _check_compiled_norm(tensors: list[Tensor], norm_type: float, count: int) ->
     except ConfigError:
         torch.set_grad_enabled(True)  # a graph that fails leaves the mode of clip_grad_norm_, which is off
         raise
-    return torch.zeros((), device=tensors[0].device)
+    return tensors[0].new_zeros(())
 
 
 @_check_compiled_norm.register_fake
 def _(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
-    return torch.zeros((), device=tensors[0].device)
+    return tensors[0].new_zeros(())
 
 
 def _refuse_other_norms() -> None:

@@ -96,7 +96,8 @@ class Lease:
         space: the address space of the resident rows (the group's own, or its slots).
         tables: the table of the row in each slot, for the random bits of bfloat16; None where addresses are rows.
         rows: that row's number in its table.
-        give_back: called once with ``token`` and whether the rows were changed; None if no row is ever evicted.
+        give_back: called with ``token`` and whether the rows were changed, twice if Ctrl-C interrupts the first call;
+            None if no row is ever evicted.
         token: for ``give_back``.
         ticket: for rows that may still be in flight; None if they have arrived.
     """
@@ -167,16 +168,24 @@ class Lease:
         with self._lock:
             if self.over or (self._workers and not force):
                 return False
+            give_back, what = self._give_back, (self.token, changed or self.touched)
+            assert give_back is not None
             self.over = True
-        give_back, token = self._give_back, self.token
-        self._give_back = self.token = self.ticket = self.ids = None
-        assert give_back is not None
-        give_back(token, changed or self.touched)
+            try:
+                give_back(*what)
+            except KeyboardInterrupt:
+                give_back(*what)
+                raise
+            self._give_back = self.token = self.ticket = self.ids = None
         return True
 
     def __del__(self) -> None:
         if not getattr(self, "over", True):  # a failed constructor has nothing to release
-            self.release(changed=False)
+            try:
+                self.release(changed=False)
+            except KeyboardInterrupt:
+                self.release(changed=False)
+                raise
 
 
 def release_all(leases: Iterable[Lease | None]) -> None:
@@ -249,6 +258,10 @@ class Storage(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move the fast tier to ``device``."""
+
+    def check_process(self) -> None:
+        """Raise an error in a fork that would share the rows."""
+        return
 
     def close(self) -> None:
         """Close files and end threads; the storage cannot be used afterwards."""
@@ -373,8 +386,11 @@ class MappedRows(DeviceRows):
             memory.madvise(mmap.MADV_RANDOM)  # a missing page brings no others
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+    def check_process(self) -> None:
         self._process.check()
+
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        self.check_process()
         return super().acquire(bags, space)
 
     def to(self, device: torch.device) -> None:

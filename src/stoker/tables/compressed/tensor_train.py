@@ -158,9 +158,8 @@ class CompressedGroup(TableGroup):
         self.stored = core_tables(table, shape)
         return storage
 
-    def set_optimizer(self, optimizer: RowOptimizer) -> None:
+    def check_optimizer(self, optimizer: RowOptimizer) -> None:
         check_cores(optimizer, f"table {self.tables[0].name!r}")
-        super().set_optimizer(optimizer)
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """Return the results of the lookup, computed again if the cores have changed since."""

@@ -84,7 +84,7 @@ class InitialRows:
     def make(self, tables: Ints, ids: Ints, dim: int) -> Tensor:
         """Return rows [n, D] float32 for the raw ids [n] of the tables of these numbers [n]."""
         if HAVE_NUMBA:
-            rows = torch.empty(len(ids), dim)
+            rows = torch.empty(len(ids), dim, dtype=torch.float32)
             _kernels().born(self._keys, self._scales, tables, ids, rows.numpy())
             return rows
         keys, scales = torch.from_numpy(self._keys[tables]), torch.from_numpy(self._scales[tables])

@@ -286,7 +286,7 @@ class DividedGroup(TableGroup):
             sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64)
             for rank, (places, data) in enumerate(zip(asked.places, found, strict=True)):
                 # A sum is never -0, so 0 instead of a row that a rank has not looked up changes no bit.
-                part = torch.zeros(len(asked.rows), self.dim)
+                part = torch.zeros(len(asked.rows), self.dim, dtype=torch.float32)
                 sums[Node(rank * size, size)] = part.index_copy_(0, places, data[:, 1:].view(torch.float32))
                 total.index_add_(0, places, data[:, 0].long())
             whole = tree_sum(sums, Node(0, ranks.size * size))
