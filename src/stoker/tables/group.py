@@ -242,12 +242,12 @@ class TableGroup:
         lengths, directions = [0] * len(squares_of), torch.empty_like(grads)
         try:
             for part, _, at in self._row_blocks(rows):
-                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)), counts[part])
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at), device="cpu"), counts[part])
                 directions[part], more = backend.lamb_direct(storage.weight, storage.state, found, grads[part], rule)
                 _add(lengths, more)
             ratios = trust_ratios(self._over_ranks(squares_of), self._over_ranks(lengths), rule)
             for part, lease, at in self._row_blocks(rows):
-                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)))
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at), device="cpu"))
                 rounding = lease.rounding(keys)
                 _add(squares_of, backend.lamb_move(
                     storage.weight, found, directions[part], ratios, rule, rounding, lease.space

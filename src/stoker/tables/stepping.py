@@ -41,7 +41,7 @@ _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
     "[p for p in model.parameters() if p is not tables.handle]"
 )
-_MARK_READ = torch.tensor(_MARK, dtype=torch.float32).item()
+_MARK_READ = torch.tensor(_MARK, dtype=torch.float32, device="cpu").item()
 _NOTHING = nullcontext()
 #: Settings of torch's optimizers, which loops change in ``param_groups``.
 _UNREAD = {
@@ -322,7 +322,7 @@ class RowStepper:
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
     def _direction(self) -> Tensor:
-        return torch.tensor(_DIRECTIONS[self._turn], dtype=torch.float32)
+        return torch.tensor(_DIRECTIONS[self._turn], dtype=torch.float32, device="cpu")
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
