@@ -1071,6 +1071,25 @@ def test_clipping_by_value_is_refused() -> None:
         rows.step()
 
 
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e4])
+def test_noise_is_refused_and_factors_are_not(size: float) -> None:
+    """Also noise that is small next to the norm of the gradient; a factor may come as several."""
+    tables, plain = made(), made()
+    rows, ids = tables.as_optimizer(), batches(1)[0]
+    (size * loss_of(tables(ids), 0)).backward()
+    for _ in range(8):
+        tables.handle.grad.mul_(0.7)
+    rows.step()
+    plain.gradient_scale = 0.7**8
+    (size * loss_of(plain(ids), 0)).backward()
+    torch.testing.assert_close(tables.rows("t"), plain.rows("t"))
+    rows.zero_grad()
+    (size * loss_of(tables(ids), 0)).backward()
+    tables.handle.grad.add_(1.0)
+    with pytest.raises(stoker.ConfigError, match="by more than a factor"):
+        rows.step()
+
+
 @pytest.mark.parametrize("key", ["weight_decay", "betas", "momentum", "maximize"])
 def test_settings_in_param_groups_that_rows_do_not_read_are_refused(key: str) -> None:
     tables = made()

@@ -361,7 +361,8 @@ class RowStepper:
             )
         large = int(abs(before[1]) > before[0])
         factor = after[large] / before[large] if self._norm else math.nan
-        if not math.isclose(after[1 - large], factor * before[1 - large], rel_tol=1e-3):
+        exact = 1e-3 if _several_processes() else 1e-5  # DistributedDataParallel may send gradients as float16
+        if not math.isclose(after[1 - large], factor * before[1 - large], rel_tol=exact, abs_tol=1e-40):
             self._refuse_change(before, after)
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
