@@ -2047,6 +2047,22 @@ def test_an_optimizer_for_a_scheduler_alone_leaves_a_block_its_gradients() -> No
     assert tables.tick == 1
 
 
+def test_gradients_that_wait_are_not_lost_by_another_way_to_step() -> None:
+    tables, ids = made(), batches(1)[0]
+    with tables.accumulate():
+        loss_of(tables(ids), 0).backward()
+        with pytest.raises(stoker.ConfigError, match="would lose them"):
+            tables.as_optimizer()
+    rows = tables.as_optimizer()
+    loss_of(tables(ids), 0).backward()
+    with pytest.raises(stoker.ConfigError, match="would lose them"):
+        tables.as_optimizer(in_backward=True)
+    tables.as_optimizer().step()
+    rows.zero_grad()
+    tables.as_optimizer(in_backward=True)
+    assert tables.tick == 2
+
+
 def test_a_closure_of_the_rows_has_gradients() -> None:
     tables, bags, ids = made(), Bags(), batches(1)[0]
     rows = tables.as_optimizer()

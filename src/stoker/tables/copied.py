@@ -100,10 +100,9 @@ class CopiedTables(nn.Module):
             destination[f"{prefix}{_CLOCK}"] = torch.tensor(self.raw.clock, device="cpu")
             for name in self.raw.names:
                 for waiting, key in enumerate(_ENTRIES):
-                    parts = list(self.raw.read(name, waiting=bool(waiting)))
-                    destination[f"{prefix}{name}.{key}"] = torch.cat(
-                        [torch.empty(0, 5, dtype=torch.int64, device="cpu"), *parts]
-                    )
+                    none = torch.empty(0, 5, dtype=torch.int64, device="cpu")
+                    parts = self.raw.read(name, waiting=bool(waiting))
+                    destination[f"{prefix}{name}.{key}"] = torch.cat([none, *parts])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,

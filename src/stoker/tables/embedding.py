@@ -294,10 +294,7 @@ class EmbeddingTables(CopiedTables):
             >>> tables.tick, rows.param_groups[0]["lr"]
             (1, 0.05)
         """
-        if self._stepper.optimizer is None:
-            self._stepper.optimizer = TableOptimizer(self, self._stepper, in_backward=in_backward)
-        self._stepper.optimizer.in_backward = in_backward
-        return self._stepper.optimizer
+        return self._stepper.drive(in_backward=in_backward)
 
     def step_each_backward(self) -> None:
         """Declare that each backward is one step of the rows: scalers, clipping and accumulation raise no error."""

@@ -99,6 +99,7 @@ class TableGroup:
             IndexError: an id is outside its table.
             TooFewSlots: the batch does not fit, and ``spill`` is "refuse".
         """
+        self.storage.check_process()
         try:
             return self.storage.acquire(*lookups)
         except TooFewSlots:

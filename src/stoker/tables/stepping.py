@@ -141,6 +141,19 @@ class RowStepper:
         """The tables or the tensor train."""
         return self._trained()
 
+    def drive(self, *, in_backward: bool) -> TableOptimizer:
+        """Return the optimizer; raise ConfigError if gradients wait that would step at another time, or never."""
+        optimizer = self.optimizer
+        if self._pending and (optimizer is None or optimizer.in_backward != in_backward):
+            raise ConfigError(
+                f"gradients of {self.name} wait for step(), or for the end of accumulate(), and as_optimizer() would "
+                "lose them. Call it before backward(), or after step() or zero_grad()."
+            )
+        if optimizer is None:
+            optimizer = self.optimizer = TableOptimizer(self.trained, self, in_backward=in_backward)
+        optimizer.in_backward = in_backward
+        return optimizer
+
     def keep(self, handle: nn.Parameter) -> None:
         """Record the handle after it was created or moved."""
         self.handle = self._accumulation.handle = handle

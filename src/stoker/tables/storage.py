@@ -181,11 +181,7 @@ class Lease:
 
     def __del__(self) -> None:
         if not getattr(self, "over", True):  # a failed constructor has nothing to release
-            try:
-                self.release(changed=False)
-            except KeyboardInterrupt:
-                self.release(changed=False)
-                raise
+            self.release(changed=False)
 
 
 def release_all(leases: Iterable[Lease | None]) -> None:
@@ -388,10 +384,6 @@ class MappedRows(DeviceRows):
 
     def check_process(self) -> None:
         self._process.check()
-
-    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
-        self.check_process()
-        return super().acquire(bags, space)
 
     def to(self, device: torch.device) -> None:
         if device.type != "cpu":

@@ -175,11 +175,9 @@ def sums_into(places: Tensor, count: int) -> SumOrder:
     starts = _starts(counts)
     if len(places) <= CHUNK or int(counts.max()) <= CHUNK:
         return SumOrder(order, starts, None)
-    each = -(-counts // CHUNK)
-    chunks = _starts(each)
-    begins = torch.arange(int(chunks[-1]), device="cpu") * CHUNK + (
-        starts[:-1] - chunks[:-1] * CHUNK
-    ).repeat_interleave(each)
+    chunks = _starts(each := -(-counts // CHUNK))
+    begins = CHUNK * torch.arange(int(chunks[-1]), device="cpu")
+    begins += (starts[:-1] - chunks[:-1] * CHUNK).repeat_interleave(each)
     return SumOrder(order, torch.cat([begins, starts[-1:]]), chunks)
 
 

@@ -335,9 +335,8 @@ class Ranks:
             data = [torch.cat([(own := bytes_of(part)).new_zeros(_WORD), own]) for part in parts]
         except Exception as error:
             failed = error
-            whole = self._call(
-                work, lambda: torch.ones(_WORD * self.size + sum(sizes), dtype=torch.uint8, device="cpu")
-            )
+            size = _WORD * self.size + sum(sizes)
+            whole = self._call(work, lambda: torch.ones(size, dtype=torch.uint8, device="cpu"))
             data = list(whole.split([_WORD + size for size in sizes]))
         found = self._swap(work, data, [_WORD + size for size in got])
         self.sent[work] += sum(sizes) - sizes[self.rank]

@@ -248,12 +248,9 @@ class Home(ABC):
     def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
         """Make rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on CPU."""
         return Rows.make(
-            count,
-            self.dim,
-            self.dtype,
-            self.state,
+            count, self.dim, self.dtype, self.state,
             make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")),
-        )
+        )  # fmt: skip
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
         """Wait until stored rows have arrived; raise HomeError if they did not."""
