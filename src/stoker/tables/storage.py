@@ -13,6 +13,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -289,12 +290,11 @@ class ProcessLock:
                 "tables in this one."
             )
 
-    def __enter__(self) -> None:
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The lock, for ``with``: Ctrl-C within methods of our own that lock and unlock would leave it locked."""
         self.check()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock
 
 
 class DeviceRows(Storage):

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -98,7 +98,7 @@ class SlottedRows(Storage):
         self.transit = made[num_hot:]
         self.residency = make_residency(space.first_row, slots - num_hot, transient=transient, fast=fast)
         self.stats = TransferStats()
-        self._lock, self._closed = ProcessLock(), False
+        self._process, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
         self.window: int | None = None  # bytes for batches that wait, see :class:`Slotted`
         # Released slots that are unknown to the residency yet, with the number of their plan.
@@ -125,6 +125,10 @@ class SlottedRows(Storage):
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
             for labels, values in zip(self._rows_in_slots, self.home.initial.label(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
+
+    @property
+    def _lock(self) -> AbstractContextManager[Any]:
+        return self._process.lock
 
     @property
     def num_rows(self) -> int:
