@@ -26,7 +26,7 @@ LINES = {
     "ops": 7_115,
     "dataset": 3_137,
     "optim": 607,
-    "tables": 13_430,
+    "tables": 13_482,
     "models": 1_957,
     "placement": 2_768,
     "training": 11_239,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_343,
     "serve": 1_643,
 }  # fmt: skip
-ALL_LINES = 66_832
+ALL_LINES = 66_884
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

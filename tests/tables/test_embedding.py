@@ -223,6 +223,18 @@ def test_an_optimizer_of_another_kind_begins_with_its_own_state():
         assert torch.equal(found.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("placed", ["t4", "t8"])
+@pytest.mark.parametrize("wrong", [stoker.Adam(lr=0.1), stoker.SGD(lr=0.1, cow_clip=(1.0, 1e-5))])
+def test_an_optimizer_that_is_refused_changes_no_group(placed, wrong):
+    """One group keeps its rows behind a cache or is a tensor train, the other could change its optimizer."""
+    tables = [stoker.TableConfig(name=f"t{dim}", num_embeddings=40, embedding_dim=dim) for dim in (4, 8)]
+    where = stoker.Cached(slots=20) if wrong.kind == "adam" else stoker.TensorTrain(rank=2)
+    found = stoker.EmbeddingTables(tables, optimizer=stoker.SGD(lr=0.5), placement={placed: where})
+    with pytest.raises((stoker.ConfigError, stoker.StokerError)):
+        found.optimizer = wrong
+    assert [group.optimizer for group in found.groups] == [stoker.SGD(lr=0.5)] * 2
+
+
 @pytest.mark.parametrize("dims", [(4, 4), (4, 8)], ids=["one width", "two widths"])
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
 def test_memory_of_a_gradient_remains_that_of_torch(dims, strided):

@@ -213,6 +213,14 @@ def test_leaving_a_staged_loop_early_leaves_no_thread_and_no_row_behind():
     assert tables.groups[0].storage.residency.announced == 0
 
 
+def test_locks_are_entered_where_no_interrupt_comes_between():
+    """Within ``__enter__`` of a class in Python, Ctrl-C came behind the lock, and threads of stages waited for ever.
+
+    Python handles signals between instructions of its own code only, so never within the lock's own methods.
+    """
+    assert isinstance(build(Cached(slots=10)).groups[0].storage._lock, type(threading.RLock()))
+
+
 def test_an_interrupt_does_not_hang():
     tables = build(Cached(slots=60))
 

@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn.utils import get_total_norm
 import stoker
 from stoker import Batch, EmbeddingTables, TableConfig
 from stoker.tables import stepping
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -45,7 +47,7 @@ PLACEMENTS: dict[str, Any] = {
 
 
 def start() -> Tensor:
-    return torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM) % 13 - 6
+    return torch.arange(ROWS * DIM, dtype=torch.float32, device="cpu").view(ROWS, DIM) % 13 - 6
 
 
 def made(
@@ -56,7 +58,7 @@ def made(
     )
     tables = EmbeddingTables([table], optimizer=optimizer or stoker.SGD(lr=lr), placement=PLACEMENTS[where])
     state = next(tables.read("t"))[1].state
-    tables.write("t", 0, Rows(start(), {name: torch.zeros(ROWS, *t.shape[1:]) for name, t in state.items()}))
+    tables.write("t", 0, Rows(start(), {name: torch.zeros_like(t) for name, t in state.items()}))
     return tables
 
 
@@ -435,6 +437,37 @@ def test_forks_look_up_resident_rows_only(placement: Any) -> None:
         assert where is None or "of which this is a fork" in found
         tables.close()
         tables.close()  # does nothing
+
+
+def _change(tables: EmbeddingTables, loss: Tensor, said: Any) -> None:
+    for change in (
+        loss.backward,
+        lambda: tables(torch.tensor([[1, 2]])).sum().backward(),
+        lambda: tables.write("t4", 0, torch.zeros(ROWS, 4)),
+        lambda: tables.load_state_dict(tables.state_dict()),
+    ):
+        try:
+            change()
+        except stoker.ConfigError as error:
+            said.put(str(error))
+        else:
+            said.put("changed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(4,), (4, 8)])
+def test_forks_cannot_change_mapped_rows_which_they_would_share(dims: tuple[int, ...]) -> None:
+    configs = [TableConfig(name=f"t{d}", num_embeddings=ROWS, embedding_dim=d, features=(f"a{d}",)) for d in dims]
+    configs[0] = replace(configs[0], features=("a", "b") if len(dims) == 1 else ("a",))
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=stoker.Mapped())
+    context, before = torch.multiprocessing.get_context("fork"), tables.rows("t4")
+    said = context.SimpleQueue()
+    fork = context.Process(target=_change, args=(tables, tables(torch.tensor([[1, 2]])).sum(), said))
+    fork.start()
+    fork.join()
+    for _ in range(4):
+        assert "of which this is a fork" in said.get()
+    assert torch.equal(tables.rows("t4"), before)
 
 
 def test_copies_keep_the_scale_of_gradients() -> None:
@@ -1035,6 +1068,25 @@ def test_clipping_by_value_is_refused() -> None:
     loss_of(tables(batches(1)[0]), 0).backward()
     nn.utils.clip_grad_value_(tables.parameters(), 1.0)
     with pytest.raises(stoker.ConfigError, match="clip_value"):
+        rows.step()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e4])
+def test_noise_is_refused_and_factors_are_not(size: float) -> None:
+    """Also noise that is small next to the norm of the gradient; a factor may come as several."""
+    tables, plain = made(), made()
+    rows, ids = tables.as_optimizer(), batches(1)[0]
+    (size * loss_of(tables(ids), 0)).backward()
+    for _ in range(8):
+        tables.handle.grad.mul_(0.7)
+    rows.step()
+    plain.gradient_scale = 0.7**8
+    (size * loss_of(plain(ids), 0)).backward()
+    torch.testing.assert_close(tables.rows("t"), plain.rows("t"))
+    rows.zero_grad()
+    (size * loss_of(tables(ids), 0)).backward()
+    tables.handle.grad.add_(1.0)
+    with pytest.raises(stoker.ConfigError, match="by more than a factor"):
         rows.step()
 
 
@@ -1816,6 +1868,65 @@ def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     same_rows(tables, bags)
 
 
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_step_that_one_group_refuses_moves_no_row_of_another(driven: bool) -> None:
+    """Each lookup fits the slots of the second group, but not both together."""
+    configs = [TableConfig(name=f"t{dim}", num_embeddings=ROWS, embedding_dim=dim) for dim in (4, 8)]
+    few = stoker.Cached(slots=6, spill="refuse")
+    tables = EmbeddingTables(configs, optimizer=stoker.Adam(lr=0.5), placement={"t8": few})
+    rows = tables.as_optimizer() if driven else None
+    before = {name: tensor.clone() for name, tensor in tables.state_dict().items()}
+    first, second = (torch.arange(5 * i, 5 * i + 5).view(5, 1).expand(5, 2) for i in range(2))
+    loss = tables(first).sum() + tables(second).sum()
+    if rows:
+        loss.backward()
+    with pytest.raises(stoker.StokerError, match="needs 10 distinct rows"):
+        rows.step() if rows else loss.backward()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tables.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("early", [False, True])
+def test_another_default_type_changes_nothing(dtype: torch.dtype, early: bool) -> None:
+    """The gradient of the handle keeps its precision: clipping is as exact as with float32."""
+    found, usual = [], torch.get_default_dtype()
+    try:
+        for other in (False, True):
+            torch.set_default_dtype(dtype if other and early else usual)
+            tables = made(optimizer=stoker.SGD(lr=0.5))
+            torch.set_default_dtype(dtype if other else usual)
+            rows = tables.as_optimizer()
+            for step, ids in enumerate(batches(3)):
+                (tables(ids) * (torch.arange(4, dtype=torch.float32) + step)).sum().backward()
+                torch.nn.utils.clip_grad_norm_([tables.handle], 3.0)
+                rows.step()
+                rows.zero_grad()
+            found.append(tables.rows("t"))
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_another_default_device_changes_nothing(where: str, pooling: str) -> None:
+    """Tables are where they are told to be, and what they keep in main memory stays there."""
+    found, pairs = [], jagged()
+    for device in ("cpu", "meta"):
+        torch.set_default_device(device)
+        try:
+            tables = copy.deepcopy(made(where, optimizer=stoker.Adam(lr=0.5), pooling=pooling, padding_idx=1))
+            rows = tables.as_optimizer()
+            for ids, offsets in stoker.stage(pairs, tables, lookups=lambda pair: pair):
+                tables(ids, offsets).square().sum().backward()
+                rows.step()
+                rows.zero_grad()
+            found.append(tables.state_dict())
+        finally:
+            torch.set_default_device("cpu")
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_rows_whose_plan_was_interrupted_are_refused(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan says where rows will be. After Ctrl-C between it and their moves, other rows are there."""
@@ -1859,6 +1970,35 @@ def test_an_update_that_is_interrupted_before_its_lease_ends_counts(monkeypatch:
     loss_of(bags(ids), 0).backward()
     optimizer.step()
     same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [stoker.SGD, stoker.LAMB])
+def test_slots_whose_return_is_interrupted_are_returned_once(
+    late: bool, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else updated rows would be lost, or the slots would have rows of two batches."""
+    tables, plain = (made(where, optimizer=kind(lr=0.5)) for where in ("cached", "device"))
+    take_back, calls = SlottedRows._take_back, []
+
+    def interrupted(*given: Any) -> None:
+        calls.append(1)
+        if late or len(calls) > 1:
+            take_back(*given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlottedRows, "_take_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(tables(batches(1)[0]), 0).backward()
+    monkeypatch.undo()
+    assert tables.groups[0].storage.available == 24
+    tables.tick = 1
+    for step, ids in enumerate(batches()):
+        loss_of(plain(ids), step).backward()
+        if step:
+            loss_of(tables(ids), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
 def test_an_exception_inside_accumulate_drops_its_gradients() -> None:
@@ -1906,6 +2046,22 @@ def test_an_optimizer_for_a_scheduler_alone_leaves_a_block_its_gradients() -> No
     torch.optim.SGD(bags.parameters(), lr=0.5).step()
     same_rows(tables, bags)
     assert tables.tick == 1
+
+
+def test_gradients_that_wait_are_not_lost_by_another_way_to_step() -> None:
+    tables, ids = made(), batches(1)[0]
+    with tables.accumulate():
+        loss_of(tables(ids), 0).backward()
+        with pytest.raises(stoker.ConfigError, match="would lose them"):
+            tables.as_optimizer()
+    rows = tables.as_optimizer()
+    loss_of(tables(ids), 0).backward()
+    with pytest.raises(stoker.ConfigError, match="would lose them"):
+        tables.as_optimizer(in_backward=True)
+    tables.as_optimizer().step()
+    rows.zero_grad()
+    tables.as_optimizer(in_backward=True)
+    assert tables.tick == 2
 
 
 def test_a_closure_of_the_rows_has_gradients() -> None:

@@ -190,8 +190,8 @@ def _products(dtype: torch.dtype, device: str = "cpu") -> type[_Products]:
     ):
         return _Products
     try:  # do its operators exist in this torch, take the type and give the right result?
-        x, weight, bias, grad = (torch.ones(size, dtype=dtype) for size in ((2, 3), (4, 3), (4,), (2, 4)))
-        right = torch.equal(_OneDNN.linear(x, weight, bias, True), torch.full((2, 4), 4.0, dtype=dtype))
+        x, weight, bias, grad = (torch.ones(size, dtype=dtype, device="cpu") for size in ((2, 3), (4, 3), (4,), (2, 4)))
+        right = torch.equal(_OneDNN.linear(x, weight, bias, True), torch.full((2, 4), 4.0, dtype=dtype, device="cpu"))
         product, total = _OneDNN.weight_gradient(grad, x, weight)
     except (AttributeError, RuntimeError):
         return _Products

@@ -54,8 +54,8 @@ def init_rows(key: int, start: int, stop: int, dim: int, scale: float) -> Tensor
 
     Row i does not depend on the range, so a table can be filled lazily and in blocks.
     """
-    counter = torch.arange(start * dim, stop * dim, dtype=torch.int64)
-    return (uniform(key, counter) * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
+    counter = torch.arange(start * dim, stop * dim, dtype=torch.int64, device="cpu")
+    return (uniform(key, counter) * torch.tensor(scale, dtype=torch.float32, device="cpu")).view(stop - start, dim)
 
 
 def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ def offsets_fit(offsets: Tensor, count: int) -> bool:
 @lru_cache(maxsize=4096)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a later call may save it for its backward
-        return torch.tensor(places).to(device)
+        return torch.tensor(places, device="cpu").to(device)
 
 
 def columns_of(table: Tensor, places: tuple[int, ...]) -> Tensor:
@@ -64,13 +64,13 @@ def select_bags(
     from stoker.ops.cpu.kernels import chosen_ends, chosen_values
 
     place, chosen, source = offsets.numpy(), columns.numpy(), ids.numpy()
-    ends = torch.empty((len(place) - 1) // features * len(chosen) + 1, dtype=torch.int64)
+    ends = torch.empty((len(place) - 1) // features * len(chosen) + 1, dtype=torch.int64, device="cpu")
     total = chosen_ends(place, chosen, features, ends.numpy())
-    kept = torch.empty(total, dtype=ids.dtype)
+    kept = torch.empty(total, dtype=ids.dtype, device="cpu")
     chosen_values(place, chosen, features, source, kept.numpy())
     if weights is None:
         return kept, ends, None
-    kept_weights = torch.empty(total, dtype=weights.dtype)
+    kept_weights = torch.empty(total, dtype=weights.dtype, device="cpu")
     chosen_values(place, chosen, features, weights.numpy(), kept_weights.numpy())
     return kept, ends, kept_weights
 

@@ -82,7 +82,7 @@ class AddressSpace:
             tensors = (
                 self.bases,
                 self.limits,
-                torch.tensor(self.table_of, dtype=torch.int64),
+                torch.tensor(self.table_of, dtype=torch.int64, device="cpu"),
                 torch.from_numpy(self.first_row),
             )
             self._placed[device] = Placed(*(tensor.to(device) for tensor in tensors))
@@ -146,8 +146,8 @@ class SlotSpace(AddressSpace):
         count, tables = len(self.features), len(self.names)
         object.__setattr__(self, "rows", (self.slots,) * tables)
         object.__setattr__(self, "first_row", np.zeros(tables + 1, dtype=np.int64))
-        object.__setattr__(self, "bases", torch.zeros(count, dtype=torch.int64))
-        object.__setattr__(self, "limits", torch.full((count,), self.slots, dtype=torch.int64))
+        object.__setattr__(self, "bases", torch.zeros(count, dtype=torch.int64, device="cpu"))
+        object.__setattr__(self, "limits", torch.full((count,), self.slots, dtype=torch.int64, device="cpu"))
 
     @property
     def num_rows(self) -> int:

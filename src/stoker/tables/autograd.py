@@ -173,7 +173,7 @@ def _lookup(
         raise ConfigError("tables that grow cannot be compiled by torch.compile yet. Compile the dense part alone.")
     if trains:
         tables._stepper.check()
-    versions = torch.tensor(tables.versions)
+    versions = torch.tensor(tables.versions, device="cpu")
     with torch.no_grad():
         return tables(ids, offsets, weights), versions
 
@@ -188,7 +188,7 @@ def _(
     if offsets is not None:
         batch = (offsets.shape[0] - int(tables.include_last_offset)) // count
     out = handle.new_empty(tables.splitter.output_shape(batch), dtype=torch.float32)
-    return out, torch.empty(len(tables.groups), dtype=torch.int64)
+    return out, torch.empty(len(tables.groups), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("stoker::look_up_backward", mutates_args=())

@@ -95,13 +95,14 @@ class CopiedTables(nn.Module):
         # It shares their versions, not their memory.
         seen = [each.detach().set_(each.new_empty(0).untyped_storage()) for each in copies]
         self._handed = [(each, each._version) for each in seen]
-        destination[f"{prefix}tick"] = torch.tensor(self.tick)
+        destination[f"{prefix}tick"] = torch.tensor(self.tick, device="cpu")
         if self.raw is not None:
-            destination[f"{prefix}{_CLOCK}"] = torch.tensor(self.raw.clock)
+            destination[f"{prefix}{_CLOCK}"] = torch.tensor(self.raw.clock, device="cpu")
             for name in self.raw.names:
                 for waiting, key in enumerate(_ENTRIES):
-                    parts = list(self.raw.read(name, waiting=bool(waiting)))
-                    destination[f"{prefix}{name}.{key}"] = torch.cat([torch.empty(0, 5, dtype=torch.int64), *parts])
+                    none = torch.empty(0, 5, dtype=torch.int64, device="cpu")
+                    parts = self.raw.read(name, waiting=bool(waiting))
+                    destination[f"{prefix}{name}.{key}"] = torch.cat([none, *parts])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,

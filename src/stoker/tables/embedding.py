@@ -196,6 +196,8 @@ class EmbeddingTables(CopiedTables):
             )
         kept = optimizer.kind == self.optimizer.kind
         for group in self.groups:
+            group.check_optimizer(optimizer)
+        for group in self.groups:
             group.set_optimizer(optimizer)
         if self._joint and not kept:
             self._joint.locate()
@@ -292,10 +294,7 @@ class EmbeddingTables(CopiedTables):
             >>> tables.tick, rows.param_groups[0]["lr"]
             (1, 0.05)
         """
-        if self._stepper.optimizer is None:
-            self._stepper.optimizer = TableOptimizer(self, self._stepper, in_backward=in_backward)
-        self._stepper.optimizer.in_backward = in_backward
-        return self._stepper.optimizer
+        return self._stepper.drive(in_backward=in_backward)
 
     def step_each_backward(self) -> None:
         """Declare that each backward is one step of the rows: scalers, clipping and accumulation raise no error."""
@@ -471,7 +470,7 @@ class EmbeddingTables(CopiedTables):
         ids, given = call.ids, call.weights
         total = places = None
         if given is not None and weights:
-            total = torch.zeros(given.numel(), device=given.device)
+            total = torch.zeros(given.numel(), dtype=torch.float32, device=given.device)
             places = self.splitter.split(call._replace(weights=torch.arange(len(total), device=ids.device)))
         grads = self.splitter.apart(grad)
         for index, lookups in enumerate(self.splitter.split(call)):
@@ -512,12 +511,16 @@ class EmbeddingTables(CopiedTables):
             self._check_unchanged(alone)
             joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale, rule)
         else:
-            for group, lookups, grad, lease in self._sums(gradients):
+            steps = [
+                (group, lookups, grad, lease if ranks else lease or group.acquire(lookups))
+                for group, lookups, grad, lease in self._sums(gradients)
+            ]  # of all groups, so that an error comes before the first row steps
+            for group, lookups, grad, lease in steps:
                 grad = grad if scale == 1.0 else grad * scale
                 if self.averages is not None:
                     self.averages.note(group, lookups)
                 if ranks is None:
-                    group.update(lookups, grad, lease or group.acquire(lookups))
+                    group.update(lookups, grad, lease)
                 else:
                     group.step_together(ranks, lookups, grad, ranks.tree(self.shards), lease, own)
         for group in self.groups:

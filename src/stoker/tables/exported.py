@@ -102,7 +102,7 @@ class QuantizedRows(Storage):
 
     def __init__(self, data: Bytes, dim: int, bits: int) -> None:
         self._data, self._dim, self._bits = data, dim, bits
-        self.weight, self.state = torch.empty(0, dim), {}
+        self.weight, self.state = torch.empty(0, dim, device="cpu"), {}
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         space.check(bags.ids, bags.offsets)

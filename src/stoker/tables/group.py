@@ -99,6 +99,7 @@ class TableGroup:
             IndexError: an id is outside its table.
             TooFewSlots: the batch does not fit, and ``spill`` is "refuse".
         """
+        self.storage.check_process()
         try:
             return self.storage.acquire(*lookups)
         except TooFewSlots:
@@ -151,7 +152,6 @@ class TableGroup:
         self._note_change(lookups)
 
         def work(lease: Lease) -> None:
-            lease.touched = True
             self.backend.update(
                 self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
             )
@@ -161,6 +161,7 @@ class TableGroup:
         else:
             if lookups.bags.shards is not None:
                 lease.bags = lease.bags._replace(shards=lookups.bags.shards)
+            lease.touched = True
             if layers:
                 self._update_layers(grad, lease, rule, keys)
             else:
@@ -170,6 +171,7 @@ class TableGroup:
 
     def _note_change(self, changed: Lookups | Tensor | slice) -> None:
         """Count a change of the rows, and mark those of some lookups, addresses [n] or a slice of addresses."""
+        self.storage.check_process()
         self.version += 1
         if self.marks is None:
             return
@@ -241,12 +243,12 @@ class TableGroup:
         lengths, directions = [0] * len(squares_of), torch.empty_like(grads)
         try:
             for part, _, at in self._row_blocks(rows):
-                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)), counts[part])
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at), device="cpu"), counts[part])
                 directions[part], more = backend.lamb_direct(storage.weight, storage.state, found, grads[part], rule)
                 _add(lengths, more)
             ratios = trust_ratios(self._over_ranks(squares_of), self._over_ranks(lengths), rule)
             for part, lease, at in self._row_blocks(rows):
-                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)))
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at), device="cpu"))
                 rounding = lease.rounding(keys)
                 _add(squares_of, backend.lamb_move(
                     storage.weight, found, directions[part], ratios, rule, rounding, lease.space
@@ -274,6 +276,7 @@ class TableGroup:
             self._by_table, len(rows), len(rows), lambda start, stop: self.lookups_of(rows[start:stop]).bags
         )
         for start, stop, lease in blocks:
+            lease.touched = True
             yield slice(start, stop), lease, lease.bags.ids.to(torch.int64).reshape(-1)  # slots, of all tables
             lease.release(changed=True)
 
@@ -324,6 +327,11 @@ class TableGroup:
             self.storage.weight[at] = weight[part].to(self.storage.weight)
             for state in self.storage.state.values():
                 state[at] = 0.0
+
+    def check_optimizer(self, optimizer: RowOptimizer) -> None:
+        """Raise an error for an optimizer that the rows cannot change to."""
+        if optimizer.kind != self.optimizer.kind and isinstance(self.storage, SlottedRows):
+            self.storage.reset_state(dict(optimizer.state))  # which refuses
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state is reset unless the kind remains the same."""
@@ -383,6 +391,7 @@ class TableGroup:
 
         size = max(1, min(len(rows), storage.available))
         for _, _, lease in self._blocks(lookups.space, len(rows), size, lookups_of):
+            lease.touched = True
             work(lease)
             lease.release(changed=True)
 
@@ -408,6 +417,7 @@ class TableGroup:
 
     def place(self, name: str) -> tuple[Storage, int, int]:
         """Return where a table is: its storage, its first row there, and the row after its last."""
+        self.storage.check_process()
         return self.storage, *self.space.table_range(self.space.names.index(name))
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
@@ -504,6 +514,8 @@ class Joint:
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:
         """Return the pooled rows [B, P, D], or [B, sum of D], of a call that the splitter has checked."""
+        for group in self.groups:
+            group.storage.check_process()
         shape = self._output_shape(call.batch_size(len(self.space.features)))
         return self.groups[0].backend.lookup_parts(self._parts, self.space, call, shape)
 
@@ -515,6 +527,7 @@ class Joint:
         if keys:
             keys = tuple(key for group in self.groups for key in group.rounding_keys())
         for group in self.groups:
+            group.storage.check_process()
             group.version += 1
         if self.marks is not None:
             mark_lookups(self.marks, *lookups)

@@ -185,7 +185,7 @@ class GroupLookups:
         padding = [owner[name].padding_row for name in self.features]
         self._padding = None
         if any(row is not None for row in padding):
-            self._padding = torch.tensor([_NO_PADDING if row is None else row for row in padding])
+            self._padding = torch.tensor([_NO_PADDING if row is None else row for row in padding], device="cpu")
 
     @property
     def is_plain(self) -> bool:
@@ -219,7 +219,7 @@ class GroupLookups:
         if (layout := self._layouts[space]).steps:
             bags = layout.expand(bags)
         if self._padding is not None and self.layout.steps:
-            widths = torch.tensor(layout.widths)
+            widths = torch.tensor(layout.widths, device="cpu")
             bags = self._without_padding(self._padding.repeat_interleave(widths), bags)
         return Lookups(bags, space)
 

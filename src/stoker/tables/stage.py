@@ -471,7 +471,8 @@ class _StageLoop:
             yield ready.popleft()
 
     def _threaded(self) -> Iterator[_LeasedBatch]:
-        stage, changed = self.stage, threading.Condition()
+        # Entered by its lock: within methods of the condition, which are in Python, Ctrl-C would leave it locked.
+        stage, changed = self.stage, threading.Condition(lock := threading.RLock())
         ready: SimpleQueue[_LeasedBatch | BaseException | None] = SimpleQueue()
         outstanding, stop = 0, False  # batches staged and not done; whether the loop was left
 
@@ -484,7 +485,7 @@ class _StageLoop:
 
             try:
                 while self._look_ahead():
-                    with changed:
+                    with lock:
                         changed.wait_for(may_go_on)
                         before = outstanding
                     if stop:
@@ -492,7 +493,7 @@ class _StageLoop:
                     if (staged := self._next(busy=before > 0)) is None:
                         least = before
                         continue
-                    with changed:
+                    with lock:
                         least, outstanding = 0, outstanding + 1
                     ready.put(staged)
                 ready.put(self._failure)
@@ -503,7 +504,7 @@ class _StageLoop:
             nonlocal stop
             stage._leaving = True
             self._asked.put(None)
-            with changed:
+            with lock:
                 stop = True
                 changed.notify_all()
 
@@ -525,7 +526,7 @@ class _StageLoop:
                     stage.stall_seconds += waited
                     stalled += max(0.0, waited - (stage._recorded - recorded))  # which no depth can hide
                 yield staged
-                with changed:
+                with lock:
                     outstanding -= 1
                     if count % _JUDGED == 0:
                         stage._judge_stalls(stalled / (time.perf_counter() - start))

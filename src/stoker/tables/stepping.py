@@ -41,7 +41,7 @@ _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
     "[p for p in model.parameters() if p is not tables.handle]"
 )
-_MARK_READ = torch.tensor(_MARK).item()
+_MARK_READ = torch.tensor(_MARK, dtype=torch.float32, device="cpu").item()
 _NOTHING = nullcontext()
 #: Settings of torch's optimizers, which loops change in ``param_groups``.
 _UNREAD = {
@@ -77,7 +77,7 @@ _REMEDIES = Remedies()
 
 def new_handle(device: torch.device | str) -> nn.Parameter:
     """Return a parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
-    return nn.Parameter(torch.ones(2, device=device))
+    return nn.Parameter(torch.ones(2, dtype=torch.float32, device=device))
 
 
 class _Backward:
@@ -140,6 +140,19 @@ class RowStepper:
     def trained(self) -> Any:
         """The tables or the tensor train."""
         return self._trained()
+
+    def drive(self, *, in_backward: bool) -> TableOptimizer:
+        """Return the optimizer; raise ConfigError if gradients wait that would step at another time, or never."""
+        optimizer = self.optimizer
+        if self._pending and (optimizer is None or optimizer.in_backward != in_backward):
+            raise ConfigError(
+                f"gradients of {self.name} wait for step(), or for the end of accumulate(), and as_optimizer() would "
+                "lose them. Call it before backward(), or after step() or zero_grad()."
+            )
+        if optimizer is None:
+            optimizer = self.optimizer = TableOptimizer(self.trained, self, in_backward=in_backward)
+        optimizer.in_backward = in_backward
+        return optimizer
 
     def keep(self, handle: nn.Parameter) -> None:
         """Record the handle after it was created or moved."""
@@ -322,7 +335,7 @@ class RowStepper:
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
     def _direction(self) -> Tensor:
-        return torch.tensor(_DIRECTIONS[self._turn])
+        return torch.tensor(_DIRECTIONS[self._turn], dtype=torch.float32, device="cpu")
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -361,7 +374,8 @@ class RowStepper:
             )
         large = int(abs(before[1]) > before[0])
         factor = after[large] / before[large] if self._norm else math.nan
-        if not math.isclose(after[1 - large], factor * before[1 - large], rel_tol=1e-3):
+        exact = 1e-3 if _several_processes() else 1e-5  # DistributedDataParallel may send gradients as float16
+        if not math.isclose(after[1 - large], factor * before[1 - large], rel_tol=exact, abs_tol=1e-40):
             self._refuse_change(before, after)
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
@@ -628,12 +642,12 @@ def _check_compiled_norm(tensors: list[Tensor], norm_type: float, count: int) ->
     except ConfigError:
         torch.set_grad_enabled(True)  # a graph that fails leaves the mode of clip_grad_norm_, which is off
         raise
-    return torch.zeros((), device=tensors[0].device)
+    return tensors[0].new_zeros(())
 
 
 @_check_compiled_norm.register_fake
 def _(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
-    return torch.zeros((), device=tensors[0].device)
+    return tensors[0].new_zeros(())
 
 
 def _refuse_other_norms() -> None:

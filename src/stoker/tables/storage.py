@@ -13,6 +13,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +97,8 @@ class Lease:
         space: the address space of the resident rows (the group's own, or its slots).
         tables: the table of the row in each slot, for the random bits of bfloat16; None where addresses are rows.
         rows: that row's number in its table.
-        give_back: called once with ``token`` and whether the rows were changed; None if no row is ever evicted.
+        give_back: called with ``token`` and whether the rows were changed, twice if Ctrl-C interrupts the first call;
+            None if no row is ever evicted.
         token: for ``give_back``.
         ticket: for rows that may still be in flight; None if they have arrived.
     """
@@ -167,11 +169,15 @@ class Lease:
         with self._lock:
             if self.over or (self._workers and not force):
                 return False
+            give_back, what = self._give_back, (self.token, changed or self.touched)
+            assert give_back is not None
             self.over = True
-        give_back, token = self._give_back, self.token
-        self._give_back = self.token = self.ticket = self.ids = None
-        assert give_back is not None
-        give_back(token, changed or self.touched)
+            try:
+                give_back(*what)
+            except KeyboardInterrupt:
+                give_back(*what)
+                raise
+            self._give_back = self.token = self.ticket = self.ids = None
         return True
 
     def __del__(self) -> None:
@@ -250,6 +256,10 @@ class Storage(ABC):
     def to(self, device: torch.device) -> None:
         """Move the fast tier to ``device``."""
 
+    def check_process(self) -> None:
+        """Raise an error in a fork that would share the rows."""
+        return
+
     def close(self) -> None:
         """Close files and end threads; the storage cannot be used afterwards."""
         return
@@ -280,12 +290,11 @@ class ProcessLock:
                 "tables in this one."
             )
 
-    def __enter__(self) -> None:
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The lock, for ``with``: Ctrl-C within methods of our own that lock and unlock would leave it locked."""
         self.check()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock
 
 
 class DeviceRows(Storage):
@@ -373,9 +382,8 @@ class MappedRows(DeviceRows):
             memory.madvise(mmap.MADV_RANDOM)  # a missing page brings no others
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+    def check_process(self) -> None:
         self._process.check()
-        return super().acquire(bags, space)
 
     def to(self, device: torch.device) -> None:
         if device.type != "cpu":

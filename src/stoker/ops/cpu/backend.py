@@ -378,7 +378,7 @@ class CpuBackend(Backend):
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         count = bags.ids.numel()
         offsets = np.arange(count + 1) if bags.offsets is None else bags.offsets.contiguous().numpy()
-        out, error = torch.empty(count, dtype=torch.float32), np.zeros(1, dtype=np.int64)
+        out, error = torch.empty(count, dtype=torch.float32, device="cpu"), np.zeros(1, dtype=np.int64)
         if count:
             kernels.weight_gradient_kernel(weight.shape[1]).run(
                 flat(weight), bags.ids.reshape(-1).contiguous().numpy(), offsets, space.bases.numpy(),

@@ -71,7 +71,7 @@ class Trie:
         places, count, blocks = levels[-1].by_prefix, len(levels[-1].digit), []
         if cpu_kernels(like) is None:
             count = len(levels[0].digit)
-            above = torch.arange(count)  # place of each node
+            above = torch.arange(count, device="cpu")  # place of each node
             for (before, level), rows in zip(pairwise(levels), shape.rows[1:], strict=True):
                 made, above = _in_blocks(before, above, count, level, rows)
                 blocks.append(made)
@@ -160,7 +160,7 @@ def _ordered(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
         return ordered
     found, order = torch.sort(digits, stable=True)
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
+    place[order] = torch.arange(len(order), device="cpu")
     distinct, counts = torch.unique_consecutive(found, return_counts=True)
     return found, order, place, distinct, _starts(counts)
 
@@ -175,9 +175,9 @@ def sums_into(places: Tensor, count: int) -> SumOrder:
     starts = _starts(counts)
     if len(places) <= CHUNK or int(counts.max()) <= CHUNK:
         return SumOrder(order, starts, None)
-    each = -(-counts // CHUNK)
-    chunks = _starts(each)
-    begins = torch.arange(int(chunks[-1])) * CHUNK + (starts[:-1] - chunks[:-1] * CHUNK).repeat_interleave(each)
+    chunks = _starts(each := -(-counts // CHUNK))
+    begins = CHUNK * torch.arange(int(chunks[-1]), device="cpu")
+    begins += (starts[:-1] - chunks[:-1] * CHUNK).repeat_interleave(each)
     return SumOrder(order, torch.cat([begins, starts[-1:]]), chunks)
 
 
@@ -196,7 +196,7 @@ def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int
         size = -(-2 * nodes // distinct)
     each = -(-counts // size)  # blocks of each digit
     first = _starts(each)
-    place = torch.arange(nodes) + (first[:-1] * size - level.start[:-1]).repeat_interleave(counts)
+    place = torch.arange(nodes, device="cpu") + (first[:-1] * size - level.start[:-1]).repeat_interleave(counts)
     # The values before the first product are the whole first core, where a node's place is its digit.
     parent = level.parent if before.parent is None else above[level.parent]
     heads = level.start[:-1].repeat_interleave(each)  # for each block a node of its digit

@@ -101,7 +101,7 @@ class TensorTrainCores(Storage):
         return trie.in_order(expand(self.slices(), trie).rows)
 
     def read(self, start: int, stop: int) -> Rows:
-        return Rows(self.rows_of(torch.arange(start, stop)), {})
+        return Rows(self.rows_of(torch.arange(start, stop, device="cpu")), {})
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
         distinct, inverse = torch.unique(torch.from_numpy(rows), return_inverse=True)
@@ -158,9 +158,8 @@ class CompressedGroup(TableGroup):
         self.stored = core_tables(table, shape)
         return storage
 
-    def set_optimizer(self, optimizer: RowOptimizer) -> None:
+    def check_optimizer(self, optimizer: RowOptimizer) -> None:
         check_cores(optimizer, f"table {self.tables[0].name!r}")
-        super().set_optimizer(optimizer)
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """Return the results of the lookup, computed again if the cores have changed since."""
@@ -267,7 +266,7 @@ def update_slices(
     The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
     if rule.definition.scope == "table":  # a core is one layer
-        found = Touched(digits, torch.zeros_like(digits), 1, torch.arange(len(digits)))
+        found = Touched(digits, torch.zeros_like(digits), 1, torch.arange(len(digits), device="cpu"))
         directions = direct(weight, state, found, grad, rule)
         move(
             weight, found, directions, trust_ratios(squares(weight), squares(directions), rule), rule, torch.zeros_like

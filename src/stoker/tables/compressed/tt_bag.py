@@ -447,7 +447,7 @@ class TTEmbeddingBag(nn.Module):
         device = self.cores[0].device
         for start in range(0, self.num_embeddings, chunk_rows):
             stop = min(start + chunk_rows, self.num_embeddings)
-            trie, _ = build_trie(torch.arange(start, stop), self.shape, self.cores[0]).on(device)
+            trie, _ = build_trie(torch.arange(start, stop, device="cpu"), self.shape, self.cores[0]).on(device)
             yield start, trie.in_order(expand(list(self.cores), trie).rows)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -459,7 +459,7 @@ class TTEmbeddingBag(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the number of updates, for schedules and the bias correction; as a tensor, like all that is saved."""
-        return torch.tensor(self.tick)
+        return torch.tensor(self.tick, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         self.tick = int(state)

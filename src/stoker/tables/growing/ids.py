@@ -84,12 +84,12 @@ class InitialRows:
     def make(self, tables: Ints, ids: Ints, dim: int) -> Tensor:
         """Return rows [n, D] float32 for the raw ids [n] of the tables of these numbers [n]."""
         if HAVE_NUMBA:
-            rows = torch.empty(len(ids), dim)
+            rows = torch.empty(len(ids), dim, dtype=torch.float32, device="cpu")
             _kernels().born(self._keys, self._scales, tables, ids, rows.numpy())
             return rows
         keys, scales = torch.from_numpy(self._keys[tables]), torch.from_numpy(self._scales[tables])
         each = counter_bits(keys, torch.from_numpy(ids))
-        return uniform(each.unsqueeze(1), torch.arange(dim)) * scales.unsqueeze(1)
+        return uniform(each.unsqueeze(1), torch.arange(dim, device="cpu")) * scales.unsqueeze(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +318,7 @@ class GrowingIds:
     def _buffer(self, name: str, size: int) -> Ints:
         """Return memory of the last step: fresh pages, and NumPy's huge ones, take longer than a step."""
         if name not in self._buffers or len(self._buffers[name]) < size:
-            self._buffers[name] = torch.empty(size, dtype=torch.int64).numpy()
+            self._buffers[name] = torch.empty(size, dtype=torch.int64, device="cpu").numpy()
         return self._buffers[name][:size]
 
     def _step(self, call: Bags, time: int | None, frozen: frozenset[str], *, keeps: bool) -> Grown:

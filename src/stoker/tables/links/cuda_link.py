@@ -103,7 +103,7 @@ class Streams:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate page-locked memory of the host, which asynchronous copies may use."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
 
     def scratch(self, stream: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the device for work on ``stream`` only. It may be dropped before that work is done."""

@@ -179,7 +179,8 @@ class QueuedLink(DirectLink):
         super().__init__(home, slots, stats)
         self._jobs: SimpleQueue[Writeback | None] = SimpleQueue()
         self._pending: deque[int] = deque()  # plans whose writebacks have not landed, in order
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered itself: Ctrl-C within methods of a Condition would leave it locked
+        self._changed = threading.Condition(self._mutex)
         self._error: BaseException | None = None
         self._failed: list[Writeback] = []
         self._thread: threading.Thread | None = None
@@ -196,7 +197,7 @@ class QueuedLink(DirectLink):
 
     def _post(self, job: Writeback) -> None:
         """Have the thread land a new job."""
-        with self._changed:
+        with self._mutex:
             self._pending.append(job.number)
         self._enqueue(job)
 
@@ -218,14 +219,14 @@ class QueuedLink(DirectLink):
                 self.home.store(job.rows, values, None)
         except BaseException as error:
             job.keep()
-            with self._changed:
+            with self._mutex:
                 self._failed.append(job)
                 if not isinstance(error, _Behind):
                     self._error = error
                 self._changed.notify_all()
         else:
             job.done()
-            with self._changed:
+            with self._mutex:
                 self._pending.remove(job.number)
                 self._changed.notify_all()
 
@@ -238,7 +239,7 @@ class QueuedLink(DirectLink):
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Wait until landed writebacks have made ``done`` true."""
-        with self._changed:
+        with self._mutex:
             self._changed.wait_for(done)
 
     def _raise(self) -> None:
@@ -249,7 +250,7 @@ class QueuedLink(DirectLink):
         if self._error is not None:
             # The cause (a full disk) may be gone by now.
             self._until(lambda: len(self._failed) == len(self._pending))
-            with self._changed:
+            with self._mutex:
                 jobs, self._failed, self._error = self._failed, [], None
             for job in jobs:
                 self._enqueue(job)

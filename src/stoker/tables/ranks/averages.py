@@ -28,7 +28,7 @@ class Averages:
 
     def __init__(self, ranks: Ranks, groups: Sequence[TableGroup]) -> None:
         self.ranks, self.pending = ranks, False  # whether copies may differ
-        self._touched = [(group, torch.zeros(group.space.num_rows, dtype=torch.uint8)) for group in groups]
+        self._touched = [(each, torch.zeros(each.space.num_rows, dtype=torch.uint8, device="cpu")) for each in groups]
 
     def note(self, group: TableGroup, lookups: Lookups) -> None:
         """Note that rows of a group step."""

@@ -204,7 +204,7 @@ class DividedGroup(TableGroup):
             found, which = distinct_rows(bags.cpu(), lookups.space)
             order, counts = self._by_owner(rows := torch.from_numpy(found))
             place = torch.empty_like(order)
-            place[order] = torch.arange(len(order))
+            place[order] = torch.arange(len(order), device="cpu")
             ids = place[which.long()].to(torch.int32).to(bags.ids.device)
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
             parts = list(rows[order].to(wide).split(counts))
@@ -283,10 +283,10 @@ class DividedGroup(TableGroup):
             sent = torch.cat([occurs.to(torch.int32).view(-1, 1), values.view(torch.int32)], dim=1)
         found = self._send("send gradients as asked", list(sent.split(asked.counts)), said)
         with ranks.guard():
-            sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64)
+            sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64, device="cpu")
             for rank, (places, data) in enumerate(zip(asked.places, found, strict=True)):
                 # A sum is never -0, so 0 instead of a row that a rank has not looked up changes no bit.
-                part = torch.zeros(len(asked.rows), self.dim)
+                part = torch.zeros(len(asked.rows), self.dim, dtype=torch.float32, device="cpu")
                 sums[Node(rank * size, size)] = part.index_copy_(0, places, data[:, 1:].view(torch.float32))
                 total.index_add_(0, places, data[:, 0].long())
             whole = tree_sum(sums, Node(0, ranks.size * size))

@@ -272,7 +272,7 @@ class Ranks:
         """Return in words which settings of tables differ, with a remedy, or ""; all ranks call this."""
         own = {name: value for settings in self.settings for name, value in settings().items()}
         text = json.dumps(own).encode()
-        length = torch.tensor([len(text)])
+        length = torch.tensor([len(text)], device="cpu")
         lengths = self._call("compare settings", lambda: self.wire.gather(length.view(torch.uint8)))
         padded = torch.frombuffer(bytearray(text.ljust(int(lengths.view(torch.int64).max()))), dtype=torch.uint8)
         texts = self._call("compare settings", lambda: self.wire.gather(padded))
@@ -300,7 +300,7 @@ class Ranks:
         with self.whole(work):
             heard = self._announce(f"{work} (to {whom})", sizes, own, data=data)
             notes = [each[: len(own)] for each in heard.numbers]
-            table, had = torch.tensor(heard.sizes), heard.room
+            table, had = torch.tensor(heard.sizes, device="cpu"), heard.room
             if not table.any():
                 return [part[:0] for part in parts], notes
             self.sent[work] += sum(sizes) - sizes[self.rank]
@@ -335,7 +335,8 @@ class Ranks:
             data = [torch.cat([(own := bytes_of(part)).new_zeros(_WORD), own]) for part in parts]
         except Exception as error:
             failed = error
-            whole = self._call(work, lambda: torch.ones(_WORD * self.size + sum(sizes), dtype=torch.uint8))
+            size = _WORD * self.size + sum(sizes)
+            whole = self._call(work, lambda: torch.ones(size, dtype=torch.uint8, device="cpu"))
             data = list(whole.split([_WORD + size for size in sizes]))
         found = self._swap(work, data, [_WORD + size for size in got])
         self.sent[work] += sum(sizes) - sizes[self.rank]
@@ -395,7 +396,7 @@ class Ranks:
             )
         if len(own) <= _INLINE:
             return [each[: len(own)] for each in heard.numbers]
-        return [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64))]
+        return [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64, device="cpu"))]
 
     def sums(self, work: str, own: Sequence[int]) -> list[int]:
         """Return the sum over ranks of each of the numbers, which are not negative and have up to 256 bits."""
@@ -450,13 +451,13 @@ class Ranks:
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:2000]
         header = torch.frombuffer(bytearray(name), dtype=torch.uint8)
         inline = [*numbers, *[0] * (_INLINE - len(numbers))]
-        own = torch.tensor([zlib.crc32(work.encode()), len(text), *inline, *sizes], dtype=torch.int64)
+        own = torch.tensor([zlib.crc32(work.encode()), len(text), *inline, *sizes], dtype=torch.int64, device="cpu")
         sent = torch.cat([header, own.view(torch.uint8)])
         with self.whole(work or "stop"):  # or this rank would not know what has room in the next message
             found, room, came = self._swap_headers(work, sent, data)
             rows = found[:, len(name) :].contiguous().view(torch.int64).tolist()
             if not any(row[1] for row in rows) and len({row[0] for row in rows}) == 1:
-                table = torch.tensor([row[2 + _INLINE :] for row in rows])
+                table = torch.tensor([row[2 + _INLINE :] for row in rows], device="cpu")
                 self._make_room(work, table if len(data) else torch.zeros_like(table))
         if most := max(row[1] for row in rows):
             padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
@@ -479,7 +480,7 @@ class Ranks:
         self.sent["headers"] += len(header) * (self.size - 1)
         room = self._rooms.sizes.get(self._rooms.last)
         if room is None or not room.any():
-            nothing = torch.zeros(self.size, self.size, dtype=torch.int64)
+            nothing = torch.zeros(self.size, self.size, dtype=torch.int64, device="cpu")
             return self._call(work, lambda: self.wire.gather(header)), nothing, [header[:0]] * self.size
         given = data or [header[:0]] * self.size
         start, sent = header.to(given[0].device), list[Tensor]()

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -98,12 +98,14 @@ class SlottedRows(Storage):
         self.transit = made[num_hot:]
         self.residency = make_residency(space.first_row, slots - num_hot, transient=transient, fast=fast)
         self.stats = TransferStats()
-        self._lock, self._closed = ProcessLock(), False
+        self._process, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
         self.window: int | None = None  # bytes for batches that wait, see :class:`Slotted`
-        self._returned: deque[tuple[Ints, bool, Any]] = deque()  # released slots, unknown to the residency yet
+        # Released slots that are unknown to the residency yet, with the number of their plan.
+        self._returned: deque[tuple[int, Ints, bool, Any]] = deque()
         self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last
         self._leases: dict[int, weakref.ref[Lease]] = {}  # leases that have not ended, by number of their plan
+        self._leased: set[int] = set()  # numbers of plans whose slots are not released
         rounded = home.dtype == torch.bfloat16
         # Table and row in each slot, for the random bits of bfloat16.
         self._rows_in_slots = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
@@ -123,6 +125,10 @@ class SlottedRows(Storage):
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
             for labels, values in zip(self._rows_in_slots, self.home.initial.label(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
+
+    @property
+    def _lock(self) -> AbstractContextManager[Any]:
+        return self._process.lock
 
     @property
     def num_rows(self) -> int:
@@ -205,9 +211,11 @@ class SlottedRows(Storage):
             ) from self._broken
         try:
             while self._returned:
-                slots, changed, mark = self._returned.popleft()
-                self.residency.release(slots, changed=changed)
-                self._link.released(mark)
+                number, slots, changed, mark = self._returned.popleft()
+                if number in self._leased:  # else Ctrl-C came, and they were returned twice
+                    self._leased.remove(number)
+                    self.residency.release(slots, changed=changed)
+                    self._link.released(mark)
         except KeyboardInterrupt as error:  # of slots that the residency does not get back
             self._broken = error
             raise
@@ -236,13 +244,14 @@ class SlottedRows(Storage):
             bags._replace(ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
             tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
+        self._leased.add(plan.number)
         self._leases[plan.number] = weakref.ref(lease)
         return lease
 
     def _take_back(self, token: tuple[int, Ints], changed: bool) -> None:
         number, slots = token
         self._leases.pop(number, None)
-        self._returned.append((slots, changed, self._link.mark()))
+        self._returned.append((number, slots, changed, self._link.mark()))
 
     def reset_state(self, state: dict[str, str]) -> None:
         raise StokerError(

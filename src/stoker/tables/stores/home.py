@@ -97,8 +97,8 @@ class Initial:
 
     def rows(self, addresses: np.ndarray) -> Tensor:
         """Return initial weights [n, D] of the rows at ``addresses`` [n] int64: the definition, in plain PyTorch."""
-        out = torch.empty(len(addresses), self.dim, dtype=self.dtype)
-        column = torch.arange(self.dim)
+        out = torch.empty(len(addresses), self.dim, dtype=self.dtype, device="cpu")
+        column = torch.arange(self.dim, device="cpu")
         step = max(1, _CHUNK // self.dim)
         for start in range(0, len(addresses), step):
             part = addresses[start : start + step]
@@ -248,8 +248,9 @@ class Home(ABC):
     def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
         """Make rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on CPU."""
         return Rows.make(
-            count, self.dim, self.dtype, self.state, make or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        )
+            count, self.dim, self.dtype, self.state,
+            make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")),
+        )  # fmt: skip
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
         """Wait until stored rows have arrived; raise HomeError if they did not."""

@@ -70,7 +70,8 @@ class LogHome(FileHome):
         self._writer, self._cleaner = page_aligned((self._chunk() + 1) * self.layout.block), page_aligned(self._span)
         # A fetch reads at positions that it looked up before. So a cleaned segment is not written again before every
         # fetch that began earlier has ended.
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered itself: Ctrl-C within methods of a Condition would leave it locked
+        self._changed = threading.Condition(self._mutex)
         self._epoch = 0  # segments cleaned
         self._readers: Counter[int] = Counter()  # running fetches, by the epoch in which they began
         self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
@@ -102,13 +103,13 @@ class LogHome(FileHome):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with self._changed:
+        with self._mutex:
             epoch = self._epoch
             self._readers[epoch] += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._mutex:
                 self._readers[epoch] -= 1
                 self._readers += Counter()  # drop zeros
                 self._changed.notify_all()
@@ -196,13 +197,13 @@ class LogHome(FileHome):
             live = known[self.index[rows[known]].astype(np.int64) == at[known] + 1]
             kept = records[live // layout.per_block, live % layout.per_block]
             self._append(rows[live], kept, clean=False)
-        with self._changed:
+        with self._mutex:
             self._cleaned.append((self._epoch, segment))
             self._epoch += 1
 
     def _take(self) -> int:
         """Return a segment to write: a cleaned one that no fetch can be reading, or a new one."""
-        with self._changed:
+        with self._mutex:
             while True:
                 oldest = min(self._readers, default=self._epoch)
                 while self._cleaned and self._cleaned[0][0] < oldest:
