@@ -164,22 +164,22 @@ class GrowingIds:
         self._ahead.clear()
         self._undone = False
         self._state = Pools(  # memory is taken as entries are used
-            pools, np.zeros((total, 4), np.int64), np.zeros((0, 2), np.int64), np.zeros(total, np.int32),
+            pools, np.zeros((total, 4), np.int64), np.zeros(0, np.int32), np.zeros(total, np.int32),
             np.zeros(evicts, np.int32), np.zeros(evicts, np.int32), np.zeros((evicts, 2), np.int64),
         )  # fmt: skip
         self._remap(np.zeros(len(sizes), np.int64))
 
     def _remap(self, more: Ints) -> None:
-        """Make larger maps, if one lacks room for ``more`` [P] keys in a pool; they are at most half full."""
+        """Make larger maps, if one lacks room for ``more`` [P] keys in a pool; they are at most a quarter full."""
         pools = self._state.pools
-        places, wanted = pools[:, MASK] + 1, 2 * np.minimum(pools[:, LIVE] + more, pools[:, SIZE])
+        places, wanted = pools[:, MASK] + 1, 4 * np.minimum(pools[:, LIVE] + more, pools[:, SIZE])
         if len(self._state.slots) and (wanted <= places).all():
             return
         least = np.maximum(np.where(wanted > places, wanted, 0), np.maximum(places, _LEAST))
         sizes = np.left_shift(1, np.ceil(np.log2(least)).astype(np.int64))
         pools[:, MASK] = sizes - 1
         pools[:, MAP] = np.cumsum(sizes) - sizes
-        self._state = self._state._replace(slots=np.zeros((int(sizes.sum()), 2), np.int64))
+        self._state = self._state._replace(slots=np.zeros(int(sizes.sum()), np.int32))
         _quietly(_kernels().make_maps, self._state)
 
     def ahead(self, call: Bags, time: int | None, frozen: frozenset[str], *, grows: bool) -> Grown:
@@ -416,7 +416,7 @@ class GrowingIds:
                     self.clear()
                     raise CheckpointError(f"a raw id of table {name!r} has two rows. The files are damaged.")
             self._clock[:] = list(clock)
-            self._state = self._state._replace(slots=np.zeros((0, 2), np.int64))  # so that maps are made
+            self._state = self._state._replace(slots=np.zeros(0, np.int32))  # so that maps are made
             self._remap(np.zeros(len(pools), np.int64))
 
 

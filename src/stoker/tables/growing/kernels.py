@@ -23,7 +23,6 @@ from stoker.tables.growing.state import (
     BORN,
     CHANGED,
     COUNT,
-    ENTRY,
     FIRST,
     FREE,
     HEAP,
@@ -76,11 +75,11 @@ def _ideal(key, mask):
 @jit(**INNER)
 def _find(s, m, key):
     """Return the entry of a key in a pool; -1 if it has none."""
-    first, mask = s.pools[m, MAP], s.pools[m, MASK]
+    base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
     at = _ideal(key, mask)
     while True:
-        r = s.slots[first + at, ENTRY] - 1
-        if r < 0 or s.slots[first + at, KEY] == key:
+        r = np.int64(s.slots[first + at]) - 1
+        if r < 0 or s.entries[base + r, KEY] == key:
             return r
         at = (at + 1) & mask
 
@@ -90,29 +89,30 @@ def _map(s, m, r, key):
     """Enter a key, which is not in the map."""
     first, mask = s.pools[m, MAP], s.pools[m, MASK]
     at = _ideal(key, mask)
-    while s.slots[first + at, ENTRY] != 0:
+    while s.slots[first + at] != 0:
         at = (at + 1) & mask
-    s.slots[first + at, KEY], s.slots[first + at, ENTRY] = key, r + 1
+    s.slots[first + at] = r + 1
     s.pools[m, LIVE] += 1
 
 
 @jit(**INNER)
 def _unmap(s, m, r, key):
     """Delete a key, and close the gap: a search ends at the first empty place."""
-    first, mask = s.pools[m, MAP], s.pools[m, MASK]
+    base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
     hole = _ideal(key, mask)
-    while s.slots[first + hole, ENTRY] != r + 1:
+    while s.slots[first + hole] != r + 1:
         hole = (hole + 1) & mask
     at = hole
     while True:
         at = (at + 1) & mask
-        other, entry = s.slots[first + at, KEY], s.slots[first + at, ENTRY]
-        if entry == 0:
+        other = np.int64(s.slots[first + at]) - 1
+        if other < 0:
             break
-        if (at - _ideal(other, mask)) & mask >= (at - hole) & mask:
-            s.slots[first + hole, KEY], s.slots[first + hole, ENTRY] = other, entry
+        ideal = _ideal(s.entries[base + other, KEY], mask)
+        if (at - ideal) & mask >= (at - hole) & mask:
+            s.slots[first + hole] = other + 1
             hole = at
-    s.slots[first + hole, ENTRY] = 0
+    s.slots[first + hole] = 0
     s.pools[m, LIVE] -= 1
 
 
@@ -374,20 +374,21 @@ def _sweep(s, m, w):
 
 @jit(**INNER)
 def _probe(s, w, m, begin, end):
-    """Put into ``w.made`` the ideal places of some lookups; fetch the cache lines there, and of entries in use."""
+    """Put into ``w.made`` the entries in the ideal places of some lookups, or -1; fetch their cache lines."""
     base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
     for i in range(begin, end):
         w.made[i] = first + _ideal(w.ids[w.where[i]], mask)
-        prefetch(s.slots, 2 * w.made[i])
-    if s.pools[m, TTL] >= 0 or s.pools[m, POLICY] > 0:
-        for i in range(begin, end):
-            prefetch(s.entries, 4 * (base + s.slots[w.made[i], ENTRY] - 1))
+        prefetch(s.slots, w.made[i])
+    for i in range(begin, end):
+        w.made[i] = np.int64(s.slots[w.made[i]]) - 1
+        prefetch(s.entries, 4 * (base + w.made[i]))
 
 
 @jit(**INNER)
 def _look_up(s, w, table):
     """Look up the raw ids of a table that have a row; return where the list of the others ends."""
     m, now = 2 * table, w.clock[0]
+    base = s.pools[m, BASE]
     counted = s.pools[m, TTL] >= 0 or s.pools[m, POLICY] > 0
     unknown, stop = w.starts[table], w.starts[table + 1]
     for block in range(w.starts[table], stop, _BLOCK):
@@ -395,12 +396,11 @@ def _look_up(s, w, table):
         _probe(s, w, m, block, end)
         for i in range(block, end):
             at = np.int64(w.where[i])
-            key = w.ids[at]
+            key, r = w.ids[at], w.made[i]
             if key == 0:
                 w.out[at] = 0
                 continue
-            r = s.slots[w.made[i], ENTRY] - 1
-            if r >= 0 and s.slots[w.made[i], KEY] != key:
+            if r >= 0 and s.entries[base + r, KEY] != key:
                 r = _find(s, m, key)
             if r >= 0 and _expired(s, m, r, now):
                 _remove(s, m, r, w)
@@ -482,8 +482,11 @@ def find_table(s, w, table):
         _probe(s, w, m, block, end)
         for i in range(block, end):
             at = np.int64(w.where[i])
-            key = w.ids[at]
-            r = np.int64(-1) if key == 0 else _find(s, m, key)
+            key, r = w.ids[at], w.made[i]
+            if key == 0:
+                r = np.int64(-1)
+            elif r >= 0 and s.entries[s.pools[m, BASE] + r, KEY] != key:
+                r = _find(s, m, key)
             w.out[at] = 0 if r < 0 or _expired(s, m, r, w.clock[0]) else r
 
 

@@ -10,7 +10,6 @@ import numpy as np
 BASE, FIRST, SIZE, MAP, MASK, TOP, FREE, HEAP, ASIDE, LIVE, POLICY, TTL, ADMIT = range(13)
 # columns of the entries; a free one has count 0
 KEY, COUNT, USED, TIME = range(4)
-ENTRY = 1  # column of the maps, beside KEY
 LRU, LFU = 1, 2  # policies; 0: none is evicted
 UNKNOWN = -1  # number of free rows or of victims: find them again
 SWEEPS = 1024  # steps in which every entry is looked at once, to free those that have expired
@@ -22,7 +21,7 @@ class Pools(NamedTuple):
 
     pools: np.ndarray  # [P, 13] int64
     entries: np.ndarray  # [N, 4] int64
-    slots: np.ndarray  # [M, 2] int64: of the maps, a key and its entry + 1; 0 for none
+    slots: np.ndarray  # [M] int32: entry + 1, or 0
     free: np.ndarray  # [N] int32: a heap of free entries below TOP, the smallest first
     heap: np.ndarray  # [N] int32: a heap of live entries by rank, then those that are set aside in this step
     place: np.ndarray  # [N] int32: place of an entry in the heap, -1 for none
