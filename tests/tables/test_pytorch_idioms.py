@@ -29,7 +29,7 @@ from torch.nn.utils import get_total_norm
 
 import stoker
 from stoker import Batch, EmbeddingTables, TableConfig
-from stoker.tables import stepping
+from stoker.tables import accumulation, stepping
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
 
@@ -2729,3 +2729,19 @@ def test_messages_of_first_hours_say_what_to_write_instead() -> None:
     assert len(found.unexpected_keys) == 4
     assert torch.equal(loaded.rows("item"), other["item.weight"])
     assert loaded.load_state_dict(bag.state_dict(), strict=False).missing_keys == ["user.weight", "item.weight", "tick"]
+
+
+@pytest.mark.parametrize("own", [0.0, 1.0])
+def test_a_look_at_a_sharded_gradient_asks_no_other_rank(own: float) -> None:
+    """Ranks look at different moments, as Python frees optimizers, so they would wait for each other for ever."""
+
+    class Sharded(Tensor):
+        """As a DTensor: what reads a value of all ranks is a collective."""
+
+        def to_local(self) -> Tensor:
+            return torch.tensor([0.0, own])
+
+        def any(self, *_: Any) -> Tensor:
+            raise AssertionError("a collective")
+
+    assert accumulation._any(torch.ones(4).as_subclass(Sharded)) == bool(own)

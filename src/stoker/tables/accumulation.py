@@ -207,8 +207,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _any(grad: Tensor | None) -> bool:
-    """Return True if there is a gradient other than zeros."""
-    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+    """Return True if there is a gradient other than zeros; of a ``DTensor`` in the own shard.
+
+    Ranks look at different moments, as Python frees optimizers: a sum over all shards would wait for ever.
+    """
+    if grad is None:
+        return False
+    own = grad.to_local() if hasattr(grad, "to_local") else grad
+    return bool((own.coalesce().values() if own.is_sparse else own).any())
 
 
 def _was_reached(parameter: Tensor) -> bool:
