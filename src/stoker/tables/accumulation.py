@@ -207,14 +207,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _any(grad: Tensor | None) -> bool:
-    """Return True if there is a gradient other than zeros; of a ``DTensor`` in the own shard.
-
-    Ranks look at different moments, as Python frees optimizers: a sum over all shards would wait for ever.
-    """
-    if grad is None:
-        return False
-    own = grad.to_local() if hasattr(grad, "to_local") else grad
-    return bool((own.coalesce().values() if own.is_sparse else own).any())
+    """Return True if there is a gradient other than zeros; in the own shard, as ranks look at different moments."""
+    own = grad.to_local() if grad is not None and hasattr(grad, "to_local") else grad
+    return own is not None and bool((own.coalesce().values() if own.is_sparse else own).any())
 
 
 def _was_reached(parameter: Tensor) -> bool:
@@ -235,8 +230,7 @@ def _find_optimizers() -> None:
     kinds = _kinds(torch.optim.Optimizer)
     references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
     if (references, len(optimizers)) != _known:  # one may have replaced another
-        found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
-        for each in found:
-            if "param_groups" in vars(each) and not hasattr(each, "_row_steps"):
+        for each in gc.get_referrers(*kinds):
+            if isinstance(each, kinds[0]) and "param_groups" in vars(each) and not hasattr(each, "_row_steps"):
                 optimizers.setdefault(each, None)
         _known = references, len(optimizers)
