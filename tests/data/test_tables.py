@@ -228,7 +228,7 @@ def test_what_is_wrong_with_a_table_is_said_in_one_message(tmp_path: Path) -> No
         stoker.prepare(schema(), pa.RecordBatchReader.from_batches(twice.schema, [twice]))
     with pytest.raises(ConfigError, match="files mixes tables and paths"):
         stoker.prepare(schema(), [arrow(), "rows.parquet"])
-    with pytest.raises(ConfigError, match=r"files holds an object of type (generator|map)\. .*pass sorted.*from_batches"):
+    with pytest.raises(ConfigError, match=r"an object of type (generator|map)\. .*pass sorted.*from_batches"):
         stoker.prepare(schema(), tmp_path.glob("*.parquet"))  # type: ignore[arg-type]
     used = reader(arrow(), (ROWS,))
     used.read_all()
