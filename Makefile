@@ -124,7 +124,7 @@ lowest:  ## Train and test with the lowest versions that pyproject.toml allows
 	@$(LOWEST_PY) -m pytest -p no:cacheprovider -W ignore::DeprecationWarning @tests/lowest.txt
 	@rm -rf $(LOWEST)
 
-# Releases of tomorrow break what pinned tests do not see: this needs 12 GB, as pip finds a PyTorch for GPUs.
+# Releases of tomorrow break what pinned tests do not see: this needs about 8 GB, as pip finds a PyTorch for GPUs.
 NEWEST := .venv-newest
 
 newest:  ## Run the tests with the newest release of every package, PyTorch too

@@ -207,7 +207,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _any(grad: Tensor | None) -> bool:
-    """Return True if there is a gradient other than zeros; in the own shard, as ranks look at different moments."""
+    """Return True if there is a gradient other than zeros; of a ``DTensor`` in the own shard, so that no rank waits."""
     own = grad.to_local() if grad is not None and hasattr(grad, "to_local") else grad
     return own is not None and bool((own.coalesce().values() if own.is_sparse else own).any())
 
